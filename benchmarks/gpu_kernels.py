@@ -79,7 +79,7 @@ def selection(n):
     for about in ALL.values():
         for name, timed in about().timed.items():
             compressor = timed.make(NormalDist().inv_cdf(1 - timed.density / 2))  # gradients are normal
-            turns = itertools.cycle([grad, opposite] if compressor.bounded else [grad])
+            turns = itertools.cycle([grad, opposite] if compressor.traits.bounded else [grad])
             cases[name] = (
                 int((timed.moved + timed.sent) * n),
                 functools.partial(compress, compressor, turns, {}, context),

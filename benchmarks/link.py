@@ -39,7 +39,7 @@ GATHERED = {  # or exchanged in two phases, or between nodes
     name: functools.partial(timed.make, SCALE / timed.density)
     for about in ALL.values()
     for name, timed in about().timed.items()
-    if not timed.make(SCALE).summable
+    if not timed.make(SCALE).traits.summable
 }
 EXCHANGES = {"gather": "gather", "two_phase": "two phases", "nodes": "nodes"}
 
@@ -62,7 +62,7 @@ def gradients():
 def distopt_step(compressor, grads, exchange="gather"):
     """A step whose gradients are in the memory that is exchanged, and what writes them there."""
     params = [distopt.Parameter(name, np.zeros_like(g)) for name, g in grads.items()]
-    opt = distopt.DistOpt(SGD(0.1, momentum=0.0 if compressor.corrects_momentum else 0.9))
+    opt = distopt.DistOpt(SGD(0.1, momentum=0.0 if compressor.traits.corrects_momentum else 0.9))
     views = opt.gradient_views(params)
     pairs = list(zip(params, views, strict=True))
 

@@ -103,7 +103,7 @@ def ours(n):
     for about in ALL.values():
         for name, timed in about().timed.items():
             compressor = timed.make(steps.threshold(timed.density))
-            if not compressor.corrects_momentum:  # whose state has velocities, too
+            if not compressor.traits.corrects_momentum:  # whose state has velocities, too
                 cases[name] = steps.compression(compressor, timed.density)
     for d in DENSITIES:
         cases[f"unpack and add {100 * d:g} %"] = steps.decompression(Packed(TopK(d)), d)

@@ -20,6 +20,7 @@ from distopt.compress.error_feedback import ErrorFeedback
 from distopt.compress.part import Part, Timed, Try, Word, both
 from distopt.compress.quantize import OneBit, TwoBit
 from distopt.compress.top_k import Sparse, Threshold, TopK
+from distopt.compress.traits import Traits
 
 __all__ = [
     "DCT",
@@ -38,6 +39,7 @@ __all__ = [
     "Packed",
     "Threshold",
     "TopK",
+    "Traits",
     "TwoBit",
     "check",
 ]

@@ -7,7 +7,7 @@ Numbers of laws and bugs are explained in docs/concepts/laws.md.
 
 import abc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,18 +17,17 @@ from distopt.checks import check_int
 from distopt.compress.context import ExchangeContext
 from distopt.compress.shards import ShardCodec
 from distopt.compress.state import State
+from distopt.compress.traits import TraitsAsAttributes
 from distopt.device import DeviceMirror
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
-Budget = float | Callable[[int], float]  # bytes of a step, or a schedule of them
 
+class Compressor(TraitsAsAttributes, abc.ABC):
+    """A rule of what to send of a gradient; ``distopt.exchange`` derives the collective from its ``traits``.
 
-class Compressor(abc.ABC):
-    """A rule of what to send of a gradient; ``distopt.exchange`` derives the collective from its properties.
-
-    A subclass defines ``payload_bytes``, ``compress`` and ``decompress``, and sets the class attributes that are not
-    False; ``distopt.compress.check`` tries it.  Compressors have no state of their own, since threads that are ranks
+    A subclass defines ``payload_bytes``, ``compress`` and ``decompress``, and says in ``traits`` what it is;
+    ``distopt.compress.check`` tries it.  Compressors have no state of their own, since threads that are ranks
     may share one; all ranks use equal ones, which their ``repr`` tells.
 
     Arrays are those of a bucket, flat, float32 or float64, and may be empty.  Members of it, the gradients of
@@ -37,27 +36,13 @@ class Compressor(abc.ABC):
     ``nonfinite='propagate'``: it should arrive, and must not stay in x.
 
     Attributes:
-        summable: payloads of different ranks may be added on the wire, so that one all-reduce sums them up.
-        ragged: lengths of payloads depend on the data, so that they may differ from rank to rank.
-        lossless: nothing is ever left behind.
-        stateful: ``compress`` changes what outlives the step.
-        may_overflow: a sum of finite payloads may be infinite.
-        bounded: on a GPU a ragged payload has room for a number of entries that all ranks know.
-        corrects_momentum: the compressor has the momentum, and the optimizer must have none.
-        has_hooks: ``begin`` or ``finish`` does something.
-        changes_with_step: ``at_step`` returns another compressor at some steps, or random numbers depend on the step.
-        elementwise: each element is sent by itself, so that neighbouring buckets may travel as one array.
-        budget: the bytes that a rank sends in a step, or a schedule of k that returns them, by which ``at_density`` is
-            chosen; None if the compressor knows its density, or has none.
-        counts_senders: payloads are entries, of which a sum over senders can be formed (``ExchangeContext.senders``).
-        recordable: on a GPU all calls with the same arrays enqueue the same launches, whatever the step is, as long as
-            the compressor's ``repr`` is the same.
+        traits: what it is, by which the exchange is chosen; all are False by default.
 
     Example:
         >>> import numpy as np
-        >>> from distopt.compress import ErrorFeedback, check
+        >>> from distopt.compress import ErrorFeedback, Traits, check
         >>> class Whole(Compressor):
-        ...     summable = True  # numbers of ranks are added on the wire
+        ...     traits = Traits(summable=True)  # numbers of ranks are added on the wire
         ...
         ...     def payload_bytes(self, n, itemsize=4, layout=None):
         ...         return itemsize * n
@@ -76,20 +61,6 @@ class Compressor(abc.ABC):
         (array([ 3., -2.,  0.], dtype=float32), array([ 0.5 , -0.25,  0.  ], dtype=float32))
         >>> check(ErrorFeedback(Whole()))
     """
-
-    summable: bool = False
-    ragged: bool = False
-    lossless: bool = False
-    stateful: bool = False
-    may_overflow: bool = False
-    bounded: bool = False
-    corrects_momentum: bool = False
-    has_hooks: bool = False
-    changes_with_step: bool = False
-    elementwise: bool = False
-    counts_senders: bool = False
-    recordable: bool = False
-    budget: Budget | None = None
 
     @abc.abstractmethod
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
@@ -204,7 +175,7 @@ class Compressor(abc.ABC):
         """Return the compressor that update k is made with; k is 0 for the first."""
         return self
 
-    def begin(self, x: np.ndarray, state: State, context: ExchangeContext) -> None:  # noqa: B027  most do nothing
+    def begin(self, x: np.ndarray, state: State, context: ExchangeContext) -> None:
         """Prepare a bucket before it is compressed.
 
         Args:
@@ -213,7 +184,7 @@ class Compressor(abc.ABC):
             context: as of ``compress``.
         """
 
-    def finish(self, total: np.ndarray, state: State, context: ExchangeContext) -> None:  # noqa: B027  as begin
+    def finish(self, total: np.ndarray, state: State, context: ExchangeContext) -> None:
         """Add to the sum over ranks, before it is divided by ``context.divisor``.
 
         Args:
@@ -244,7 +215,9 @@ class Compressor(abc.ABC):
             >>> Scaled(0.5)
             Scaled(factor=0.5)
         """
-        shown = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        shown = (
+            f"{name}={value!r}" for name, value in vars(self).items() if not (name.startswith("_") or name == "traits")
+        )
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
@@ -270,7 +243,7 @@ def threshold_of_sum(threshold: float, ranks: int, most: float = sys.float_info.
 def payload_nbytes(compressor: Compressor, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
     """Return the bytes of a payload without members that are summed as they are; None if they depend on the data."""
     nbytes = compressor.payload_bytes(n, itemsize, layout)
-    if nbytes is None and compressor.ragged:
+    if nbytes is None and compressor.traits.ragged:
         return None
     if nbytes is None:
         raise ValueError(f"{compressor!r}.payload_bytes({n}, {itemsize}) must be an integer unless ragged, got None")

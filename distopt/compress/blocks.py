@@ -14,6 +14,7 @@ from distopt.compress.base import Lossy
 from distopt.compress.context import ExchangeContext, check_fits, layout_of, per_payload, sizes_of
 from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member
 from distopt.compress.state import State
+from distopt.compress.traits import Traits
 from distopt.device import DeviceMirror
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import CHUNK, BucketLayout
@@ -47,17 +48,13 @@ class Blocks(Lossy):
         if self.block > CHUNK or self.block & (self.block - 1):
             raise ValueError(f"block must be a power of two in [{SMALLEST}, {CHUNK}], got {block}")
         self.rounding = check_one_of("rounding", rounding, ROUNDINGS)
+        self.traits = Traits(changes_with_step=self.rounding == "stochastic")  # random numbers depend on the step
         self.seed = check_int("seed", seed, 0)
         if self.seed >= 2**64:
             raise ValueError(f"seed must be at least 0 and below 2^64, got {seed}")
         self._encode, self._dither, self._decode = (
             getattr(kernels, f"{verb}_int{self.bits}") for verb in ("encode", "dither", "decode")
         )
-
-    @property
-    def changes_with_step(self) -> bool:  # type: ignore[override]
-        """Whether random numbers, which depend on the step, take part."""
-        return self.rounding == "stochastic"
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
         return int(_member_bytes(sizes_of(n, layout), self.bits, self.block).sum())

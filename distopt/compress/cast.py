@@ -1,6 +1,7 @@
 """Send every element as a 16-bit number: half the bytes of float32."""
 
 import math
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ from distopt.checks import check_bool
 from distopt.compress.base import Lossy
 from distopt.compress.context import ExchangeContext
 from distopt.compress.state import State
+from distopt.compress.traits import Traits
 from distopt.kernels.layout import BucketLayout
 
 LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127")}
@@ -41,13 +43,13 @@ class Half(Lossy):
         [1.0, 4496.0]
     """
 
-    summable = elementwise = True
+    traits = Traits(summable=True, elementwise=True)
 
     def __init__(self, dtype: str = "float16", predivide: bool = True):
         if not isinstance(dtype, str) or dtype not in FORMATS:
             raise ValueError(f"dtype must be one of {', '.join(FORMATS)}, got {dtype!r}")
         self.dtype, self.predivide = dtype, check_bool("predivide", predivide)
-        self.may_overflow = not predivide
+        self.traits = replace(self.traits, may_overflow=not predivide)
         self._most, self.stored = LARGEST[dtype], FORMATS[dtype]
         if dtype == "float16":
             self._take, self._copy, self._give = kernels.encode_half, kernels.copy_half, kernels.decode_half

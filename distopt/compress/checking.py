@@ -55,7 +55,7 @@ def check(compressor: Compressor, ulps: float = 4) -> None:
     remembers = False
     while isinstance(compressor, ErrorFeedback | DCT):
         remembers, compressor = remembers or isinstance(compressor, ErrorFeedback), compressor.compressor
-    if compressor.budget is not None:
+    if compressor.traits.budget is not None:
         compressor = compressor.at_density(0.01)  # as a step takes the one that has as many bytes
     compressor = compressor.at_step(0)
     taken = inspect.signature(compressor.compress).parameters.values()
@@ -107,7 +107,7 @@ class _Trial:
         payload, kept, sent = self._send(x, add)
         if payload.tobytes() != self._send(x, add)[0].tobytes():
             self._refuse("compress", "must return the same payload for the same x, state and context, got another one")
-        if not (self._compressor.has_hooks or self._compressor.corrects_momentum):
+        if not (self._compressor.traits.has_hooks or self._compressor.traits.corrects_momentum):
             self._check_conservation(x, add, kept, sent)
             if x.size:
                 self._check_nan(x, add)
@@ -126,7 +126,7 @@ class _Trial:
         if not isinstance(returned, np.ndarray) or returned.ndim != 1 or not returned.flags.c_contiguous:
             text = f"{type(returned).__name__} {returned!r:.60}"
             self._refuse("compress", f"must return a contiguous numpy array of one dimension, got {text}")
-        if compressor.summable and returned.dtype.name not in SUMMED:
+        if compressor.traits.summable and returned.dtype.name not in SUMMED:
             text = f"must return numbers that are summed on the wire ({', '.join(SUMMED)}), got {returned.dtype}"
             self._refuse("compress", text)
         payload, kept, expected = returned.copy(), state.get(RESIDUAL, x).copy(), self._expected_bytes()
@@ -135,11 +135,11 @@ class _Trial:
         summed = compressor.uncompressed(self._layout, context)
         if summed is not None and summed.host.all():  # x itself is sent, and no payload
             return payload, kept, np.zeros_like(x)
-        if returned is x and compressor.summable:
+        if returned is x and compressor.traits.summable:
             self._call("decompress", returned, x, context)
             return payload, np.zeros_like(x), x
-        sent, method = self._decompressed(payload), "decompress" if compressor.summable else "decompress_all"
-        self._call(method, returned if compressor.summable else [returned], x, context)
+        sent, method = self._decompressed(payload), "decompress" if compressor.traits.summable else "decompress_all"
+        self._call(method, returned if compressor.traits.summable else [returned], x, context)
         if np.may_share_memory(returned, x) and x.tobytes() != sent.tobytes():
             self._refuse("compress", f"must not return a part of x, which {method} overwrites before it has read it")
         return payload, kept, sent
@@ -153,7 +153,7 @@ class _Trial:
         if gap.size:
             text = f"out[{gap[0]}] is {sent[gap[0]]:g}, context.layout has the members"
             self._refuse("decompress", f"must leave zeros in gaps between members, which the next step finds: {text}")
-        if self._compressor.summable:
+        if self._compressor.traits.summable:
             self._expect("decompress", "must overwrite out if summable", more, sent)
         else:
             self._expect("decompress", "must add to out if not summable", more, self._array(np.ones) + sent)
@@ -195,7 +195,7 @@ class _Trial:
             nbytes = payload_nbytes(self._compressor, self._layout.extent, self._layout.dtype.itemsize, self._layout)
         except Exception as error:
             raise ValueError(str(error)) from error
-        return None if self._compressor.ragged else nbytes
+        return None if self._compressor.traits.ragged else nbytes
 
     def _call(self, method: str, *arguments: Any, **given: Any) -> Any:
         try:

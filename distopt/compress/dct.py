@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterator, MutableMapping
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -57,21 +58,18 @@ class DCT(CompressorWrapper):
         True
     """
 
-    has_hooks = True
-
     def __init__(self, compressor: Compressor, tile: int = SIDE):
         if not isinstance(compressor, Compressor):
             raise TypeError(f"compressor must derive from distopt.compress.Compressor, got {compressor!r:.60}")
-        if compressor.corrects_momentum:
+        if compressor.traits.corrects_momentum:
             raise ValueError(f"compressor must be one without a momentum, which the residual is, got {compressor!r}")
-        if compressor.has_hooks:
+        if compressor.traits.has_hooks:
             raise ValueError(f"compressor must be one without hooks, as ErrorFeedback(Chunks()), got {compressor!r}")
         super().__init__(compressor)
         self.tile = check_int("tile", tile, least=1)
         if self.tile > SIDE:
             raise ValueError(f"tile must be at most {SIDE}, got {tile}")
-        self.stateful, self.may_overflow = compressor.stateful, compressor.may_overflow
-        self.recordable = False
+        self.traits = replace(self.traits, has_hooks=True, recordable=False)
 
     def around(self, compressor: Compressor) -> "DCT":
         return DCT(compressor, self.tile)

@@ -5,6 +5,7 @@ import numpy as np
 from distopt.compress.base import Compressor
 from distopt.compress.context import ExchangeContext
 from distopt.compress.state import State
+from distopt.compress.traits import Traits
 from distopt.kernels.layout import BucketLayout
 
 
@@ -19,7 +20,7 @@ class Dense(Compressor):
         True
     """
 
-    summable = lossless = elementwise = True
+    traits = Traits(summable=True, lossless=True, elementwise=True)
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
         return itemsize * n

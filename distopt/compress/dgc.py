@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from distopt.compress.planes import unpack_entries
 from distopt.compress.shards import ShardCodec
 from distopt.compress.state import DECAY, RESIDUAL, VELOCITY, State, state_array
 from distopt.compress.top_k import Increment, Sparse, TopK
+from distopt.compress.traits import Traits
 from distopt.compress.warmup import BELOW_ONE, Sparsity, Stages, geometric
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
@@ -67,7 +69,7 @@ class DeepGradientCompression(Compressor):
         array([1., 0., 2., 3.], dtype=float32)
     """
 
-    stateful = corrects_momentum = recordable = True
+    traits = Traits(stateful=True, corrects_momentum=True, recordable=True)
 
     def __init__(
         self,
@@ -87,7 +89,6 @@ class DeepGradientCompression(Compressor):
             raise TypeError(f"selector must be one with a density, as TopK or Packed(TopK), got {selector!r}")
         self._density: float | None = selector.density
         self.selector: TopK | Packed = selector
-        self.budget = selector.budget
         if self._density is not None:
             self.selector = selector.with_density(self._density)
         elif warmup is not None:
@@ -103,13 +104,13 @@ class DeepGradientCompression(Compressor):
         self.min_numel = check_int("min_numel", min_numel, least=0)
         self.decay_in_gradient = check_bool("decay_in_gradient", decay_in_gradient)
         self.sparsity = None if self._density is None else _sparsity(warmup, self._density, steps_per_epoch)
-        self.changes_with_step = self.sparsity is not None
+        self.traits = replace(
+            self.traits,
+            has_hooks=self.weight_decay > 0,
+            changes_with_step=self.sparsity is not None,
+            budget=selector.traits.budget,
+        )
         self._stage, self._text = self, repr(self)
-
-    @property
-    def has_hooks(self) -> bool:  # type: ignore[override]
-        """Whether weight decay has to be added to the sum, or to gradients, which reads the optimizer's multipliers."""
-        return self.weight_decay > 0
 
     def at_step(self, k: int) -> "DeepGradientCompression":
         """Return the same at the density of update k."""
@@ -273,8 +274,8 @@ class DeepGradientCompression(Compressor):
 
 def _has_density(selector: Any) -> bool:
     """Tell if it chooses entries, as many of a tensor as its size says."""
-    known = isinstance(selector, Sparse) and not selector.ragged
-    return known and (selector.density is not None or selector.budget is not None)
+    known = isinstance(selector, Sparse) and not selector.traits.ragged
+    return known and (selector.density is not None or selector.traits.budget is not None)
 
 
 def _sparsity(warmup: Any, density: float, steps_per_epoch: int | None) -> Sparsity | None:

@@ -78,9 +78,8 @@ class Packed(Sparse):
         if value not in list(VALUES):  # [what has no hash is no key, and is told so too]
             raise ValueError(f"value must be one of {', '.join(VALUES)}, got {value!r}")
         self.selector, self.index, self.value = selector, index, value
-        self.ragged, self.bounded, self.density = selector.ragged, selector.bounded, selector.density
-        self.recordable, self.reselect = selector.recordable, selector.reselect
-        self.budget, self.block = selector.budget, selector.block
+        self.traits, self.density = selector.traits, selector.density
+        self.reselect, self.block = selector.reselect, selector.block
 
     def at_density(self, density: float) -> "Packed":
         return Packed(cast(Sparse, self.selector.at_density(density)), self.index, self.value)
@@ -232,7 +231,7 @@ class Packed(Sparse):
 
 def _not_packable(selector: Any) -> Exception:
     """Say why this cannot be packed, and what can be."""
-    within = vars(selector).values() if isinstance(selector, Compressor) and selector.stateful else ()
+    within = vars(selector).values() if isinstance(selector, Compressor) and selector.traits.stateful else ()
     inner = next((v for v in within if isinstance(v, Sparse)), None)
     if isinstance(selector, Packed) or isinstance(inner, Packed):
         return ValueError(f"selector must be one that is not packed already, got {selector!r}")

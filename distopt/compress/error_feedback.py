@@ -1,5 +1,6 @@
 """A compressor with a memory: what was not sent is added to the next gradient."""
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -49,22 +50,22 @@ class ErrorFeedback(CompressorWrapper):
         array([0., 0., 0., 0.], dtype=float32)
     """
 
-    stateful = True
     compressor: Lossy
 
     def __init__(self, compressor: Lossy, decay: float = 1.0):
         check_compressor(compressor)
-        if compressor.lossless:
+        if compressor.traits.lossless:
             raise ValueError(f"compressor must be one that leaves an error to feed back, got {compressor!r}")
-        if compressor.stateful:
+        if compressor.traits.stateful:
             raise ValueError(f"compressor must be one that does not feed its error back already, got {compressor!r}")
-        if compressor.has_hooks:
+        if compressor.traits.has_hooks:
             raise ValueError(f"compressor must be one without hooks; write DCT(ErrorFeedback(...)), got {compressor!r}")
-        if compressor.may_overflow:
+        if compressor.traits.may_overflow:
             raise ValueError(
                 f"compressor must be one whose sum cannot overflow, which would lose what was sent, got {compressor!r}"
             )
         super().__init__(compressor)
+        self.traits = replace(self.traits, stateful=True)
         self.decay: float = check_float("decay", decay, most=1.0)
 
     def around(self, compressor: Compressor) -> "ErrorFeedback":

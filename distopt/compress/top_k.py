@@ -4,6 +4,7 @@ import abc
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.checks import check_bool, check_float
 from distopt.compress import select
-from distopt.compress.base import Budget, Lossy, threshold_of_sum
+from distopt.compress.base import Lossy, threshold_of_sum
 from distopt.compress.context import ExchangeContext, Make, check_fits, layout_of, sizes_of
 from distopt.compress.entry_shards import EntryShards
 from distopt.compress.planes import (
@@ -26,6 +27,7 @@ from distopt.compress.planes import (
 )
 from distopt.compress.shards import ShardCodec
 from distopt.compress.state import State
+from distopt.compress.traits import Budget, Traits
 from distopt.device import DeviceMirror
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import CHUNK, BucketLayout
@@ -71,7 +73,7 @@ class Sparse(Lossy):
         ValueError: for buckets of 2^31 elements or more.
     """
 
-    ragged = counts_senders = True
+    traits = Traits(ragged=True, counts_senders=True)
     density: float | None = None
     reselect: bool = False
     value = "exact"
@@ -189,8 +191,7 @@ def check_size(n: int) -> None:
 class FixedDensity(Sparse):
     """A base class of selectors that send the same fraction of entries at every step."""
 
-    ragged = False
-    recordable = True
+    traits = Traits(counts_senders=True, recordable=True)
 
     @abc.abstractmethod
     def counts(self, sizes: np.ndarray) -> np.ndarray:
@@ -253,7 +254,8 @@ class TopK(FixedDensity):
         if bytes is not None:
             if density is not None:
                 raise ValueError(f"density must be None with bytes, from which it follows, got {density!r}")
-            self.budget = bytes if callable(bytes) else check_float("bytes", bytes, least=1.0)
+            budget = bytes if callable(bytes) else check_float("bytes", bytes, least=1.0)
+            self.traits = replace(self.traits, budget=budget)
             self.density: float | None = None
         else:
             self.density = _checked_density(density)
@@ -344,7 +346,7 @@ class TopK(FixedDensity):
         return sizes if self.per_tensor else sizes.sum(keepdims=True)
 
     def __repr__(self) -> str:
-        amount = f"bytes={self.budget}" if self.density is None else f"{self.density}"
+        amount = f"bytes={self.traits.budget}" if self.density is None else f"{self.density}"
         return f"TopK({amount}, per_tensor={self.per_tensor}{', reselect=False' * (not self.reselect)})"
 
 
@@ -380,7 +382,7 @@ class Threshold(Sparse):
         (array([-5.,  4.], dtype=float32), array([1, 3], dtype=int32))
     """
 
-    bounded = True
+    traits = Traits(ragged=True, counts_senders=True, bounded=True)
 
     def __init__(self, magnitude: float, reselect: bool = True):
         if isinstance(magnitude, bool) or not isinstance(magnitude, Real):

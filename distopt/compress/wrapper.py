@@ -1,6 +1,7 @@
 """The base class of compressors around another one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,21 +15,19 @@ class CompressorWrapper(Compressor):
     """A base class of compressors that send the payloads of another one, which decodes them too.
 
     Args:
-        compressor: the other one, whose properties of payloads are taken over.
+        compressor: the other one, whose traits are taken over.
     """
 
     def __init__(self, compressor: Compressor):
         self.compressor = compressor
-        self.summable, self.ragged, self.bounded = compressor.summable, compressor.ragged, compressor.bounded
-        self.recordable, self.changes_with_step = compressor.recordable, compressor.changes_with_step
-        self.budget, self.counts_senders = compressor.budget, compressor.counts_senders
+        self.traits = replace(compressor.traits, lossless=False, elementwise=False)
 
     def around(self, compressor: Compressor) -> "CompressorWrapper":
         """Return the same around another compressor."""
         return type(self)(compressor)
 
     def at_step(self, k: int) -> "CompressorWrapper":
-        inner = self.compressor.at_step(k) if self.changes_with_step else self.compressor
+        inner = self.compressor.at_step(k) if self.traits.changes_with_step else self.compressor
         return self if inner is self.compressor else self.around(inner)
 
     def at_density(self, density: float) -> "CompressorWrapper":

@@ -73,10 +73,10 @@ class PayloadCapacity:
     @contextlib.contextmanager
     def counted(self, compressor: Compressor, arrays: Sequence[np.ndarray]) -> Iterator[None]:
         """Exchange arrays, one per bucket: with their own counts, or with a residual for the next step.  Collective."""
-        if not compressor.stateful:
+        if not compressor.traits.stateful:
             self.count(arrays, compressor.count_selected)
         yield
-        if compressor.stateful:
+        if compressor.traits.stateful:
             self.send()
 
     def state(self) -> list[int]:

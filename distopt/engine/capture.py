@@ -38,11 +38,11 @@ def check_capture(engine: Engine, compressor: Compressor) -> None:
         raise ValueError(
             "deterministic must be False in a captured step, which cannot allocate memory for sums in rank order"
         )
-    if compressor.ragged:
+    if compressor.traits.ragged:
         raise ValueError(
             f"the payload of a captured step must be of a fixed size, got {compressor!r}; use one that is summable"
         )
-    if compressor.changes_with_step:
+    if compressor.traits.changes_with_step:
         raise ValueError(
             f"the compressor of a captured step must be the same at every step, got {compressor!r}; use no warmup, and "
             "no stochastic rounding"

@@ -234,16 +234,18 @@ class Engine:
                 self.accumulator.bound(self.comm.size)
                 # Once more: there may be new parameters.
                 self.declare_numbers(compressor, spec.clock)
-            if compressor.budget is not None:
+            if compressor.traits.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
-            phases = None if compressor.summable else self.reducers.two_phases(compressor, spec)
+            phases = None if compressor.traits.summable else self.reducers.two_phases(compressor, spec)
             if spec.exchange == "nodes":
                 self.reducers.by_nodes(compressor, spec)
             if self.declare(spec.describe(compressor, phases is not None)):
                 store.check_sizes(compressor)
             leaving = (overlap.buckets, overlap.sent) if overlap else None
             counts = not (spec.reduced and self.reducers.in_shared_memory(compressor))
-            store.pack_all(1.0 / self.nonfinite.policy.divisor, counts, spec.clip_value, compressor.has_hooks, leaving)
+            store.pack_all(
+                1.0 / self.nonfinite.policy.divisor, counts, spec.clip_value, compressor.traits.has_hooks, leaving
+            )
             failed = False
         except Exception as error:
             attempt.error = error
@@ -304,7 +306,7 @@ class Engine:
             # A GPU may refuse the step later, or captures it and makes it then.
             progress.snapshot()
         self.compressor, self.spec = compressor, spec
-        store.check.begin(doubted, compressor.stateful)
+        store.check.begin(doubted, compressor.traits.stateful)
 
     def _leave_alone(self, spec: StepSpec, missing: Sequence[int]) -> tuple[StepSpec, StepSpec]:
         """Leave the parameters alone that no rank has a gradient of; return what is exchanged, and what updated."""
@@ -360,7 +362,7 @@ class Engine:
     def choose_reducer(self, spec: StepSpec) -> Reducer:
         """Return the reducer of a step, on which all ranks have agreed, and whose buckets have not left yet."""
         compressor, check_finite = self.compressor, self.nonfinite.policy.checks_finite
-        if self.undo and (compressor.stateful or self.accumulator.num_batches > 1):
+        if self.undo and (compressor.traits.stateful or self.accumulator.num_batches > 1):
             for bucket in self.store.buckets:
                 self.undo.keep_state(bucket.state)
 
@@ -465,7 +467,7 @@ class Engine:
     def declare_numbers(self, compressor: Compressor, clock: str = "") -> None:
         """Declare the numbers that may change from step to step, and that must be the same on all ranks."""
         self.optimizer.follow(self.store.collector.order)
-        capacity = self.store.capacity if compressor.bounded else None
+        capacity = self.store.capacity if compressor.traits.bounded else None
         entries = [f"room for {n} entries of bucket {k}" for k, n in enumerate(capacity.state())] if capacity else []
         numbers = [
             *([clock] if clock else ()),
@@ -506,12 +508,12 @@ class Engine:
         """Return the compressor that the next update is made with; raise what forbids it."""
         check_compressor(compressor)
         name = type(compressor).__name__
-        if compressor.corrects_momentum and (momentum := self.optimizer.momentum()):
+        if compressor.traits.corrects_momentum and (momentum := self.optimizer.momentum()):
             raise ValueError(
                 f"the optimizer must be without momentum, as {name} has one on each rank, got {momentum}; "
                 "give the momentum to the compressor, and the optimizer none, as SGD(lr)"
             )
-        if compressor.corrects_momentum and self.accumulator.holds_sums:
+        if compressor.traits.corrects_momentum and self.accumulator.holds_sums:
             raise ValueError(f"sync_on_apply must be True, as {name} has one momentum per update, got False")
         return compressor.at_step(self.progress.updates)
 

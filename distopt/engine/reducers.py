@@ -76,7 +76,7 @@ class Unreduced(Reducer):
     """Take arrays that need no reduction, or have had it."""
 
     def __init__(self, store: BucketStore, compressor: Compressor):
-        self._store, self._may_overflow = store, compressor.may_overflow
+        self._store, self._may_overflow = store, compressor.traits.may_overflow
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         return map(unsharded, arrays)
@@ -95,10 +95,10 @@ class CollectiveReducer(Unreduced):
         self._compressor, self._comm, self._step_context = compressor, comm, step_context
         # A dense sum has no senders.
         self._algorithm = choose(compressor, spec.break_even and spec.over == "ranks")
-        self._text = repr(compressor) if comm.gpu is not None and compressor.recordable else ""
+        self._text = repr(compressor) if comm.gpu is not None and compressor.traits.recordable else ""
         for hook in step_context.hooks:
             self._algorithm = hook.wrap_exchange(self._algorithm, compressor)
-        pipelined = comm.pipelines and compressor.summable and not compressor.has_hooks
+        pipelined = comm.pipelines and compressor.traits.summable and not compressor.traits.has_hooks
         self._pipelined = pipelined and not step_context.payloads_wanted
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
@@ -128,7 +128,7 @@ class CollectiveReducer(Unreduced):
         compressor, step = self._compressor, self._step_context
         context = step.exchange_context(bucket, self._comm, compressor, self._text)
         state = compressor.kept(bucket.state)
-        if OWED in state and compressor.stateful:
+        if OWED in state and compressor.traits.stateful:
             settle(x, state, skip_flag=context.skip_flag)
         return x, state, context, step.tag(bucket)
 
@@ -136,12 +136,12 @@ class CollectiveReducer(Unreduced):
         comm, compressor = self._comm, self._compressor
         _, state, context, tag = self._travelling(bucket, x)
         with comm.tagged(tag):
-            if compressor.has_hooks:
+            if compressor.traits.has_hooks:
                 with comm.on_comm_stream():
                     begin = partial(compressor.begin, x, state, context)
                     context.repeat("begin", begin, (x, *state.values()))
             self._algorithm(x, compressor, comm, state, context, tag)
-            if compressor.has_hooks:
+            if compressor.traits.has_hooks:
                 with comm.on_comm_stream():
                     finish = partial(compressor.finish, x, state, context)
                     context.repeat("finish", finish, (x, *state.values()))
@@ -176,12 +176,12 @@ class TwoPhaseReducer(Unreduced):
         compressor, step, comm = self._compressor, self._step_context, self._comm
         together = [buckets[k] for k in self._phases.buckets]
         alone = [pair for k, pair in enumerate(buckets) if k not in self._phases.buckets]
-        text = repr(compressor) if comm.gpu is not None and compressor.recordable else ""
+        text = repr(compressor) if comm.gpu is not None and compressor.traits.recordable else ""
         travelling = [
             (x, compressor.kept(b.state), step.exchange_context(b, comm, compressor, text), step.tag(b))
             for b, x in together
         ]
-        if compressor.has_hooks:
+        if compressor.traits.has_hooks:
             with comm.on_comm_stream():
                 for x, state, context, _ in travelling:
                     compressor.begin(x, state, context)
@@ -190,7 +190,7 @@ class TwoPhaseReducer(Unreduced):
         run(two_phase_program(travelling, compressor, self._phases.codec, comm, *own, step.tag(), watches), comm)
         for hook in step.hooks:
             hook.after_two_phases(travelling, comm)
-        if compressor.has_hooks:
+        if compressor.traits.has_hooks:
             with comm.on_comm_stream():
                 for x, state, context, _ in travelling:
                     compressor.finish(x, state, context)
@@ -228,7 +228,7 @@ class NodeReducer(Unreduced):
             share_inside(arrays, shares, inside)
         inside.wait()
         for bucket in self._store.buckets:
-            if compressor.has_hooks and bucket.number not in mine:
+            if compressor.traits.has_hooks and bucket.number not in mine:
                 # What is the same on all ranks goes on everywhere.
                 context = step.exchange_context(bucket, between, compressor)
                 compressor.begin(arrays[bucket.number], compressor.kept(bucket.state), context)
@@ -298,7 +298,7 @@ class KeepStates(Reducer):
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         undo, known = Undo(), list[set[str]]()
         for bucket in self._store.buckets:
-            if not self._names.isdisjoint(bucket.spec.names) and self._compressor.stateful:
+            if not self._names.isdisjoint(bucket.spec.names) and self._compressor.traits.stateful:
                 settle(bucket.gradient, self._compressor.kept(bucket.state), skip_flag=self._store.skip_flag)
             # After it was settled: what an owner owed may have gone, and a residual come.
             known.append(set(bucket.state))
@@ -393,7 +393,7 @@ class StepContext:
 
     def travelling(self, compressor: Compressor) -> BucketSet:
         """The buckets that leave one after the other: on a GPU neighbours together, unless a hook sees each of them."""
-        messages = None if self.payloads_wanted or not compressor.elementwise else self.store.messages
+        messages = None if self.payloads_wanted or not compressor.traits.elementwise else self.store.messages
         return self.store.buckets if messages is None else messages
 
     def counted_entries(
@@ -401,7 +401,7 @@ class StepContext:
     ) -> contextlib.AbstractContextManager[None]:
         """Tell the ranks how many entries each wants to send, where a GPU must know before.  Collective."""
         capacity = self.store.capacity
-        if capacity is None or not compressor.bounded:
+        if capacity is None or not compressor.traits.bounded:
             return contextlib.nullcontext()
         return capacity.counted(compressor, arrays)
 
@@ -418,8 +418,8 @@ class StepContext:
         if bucket.payload[0] is not compressor:
             # The size is asked for once, not at every step.
             nbytes = payload_nbytes(compressor, bucket.gradient.size, bucket.gradient.itemsize, bucket.gradients)
-            bucket.payload = compressor, None if compressor.ragged else nbytes
-        capacity = self.store.capacity if compressor.bounded else None
+            bucket.payload = compressor, None if compressor.traits.ragged else nbytes
+        capacity = self.store.capacity if compressor.traits.bounded else None
         number, accumulator = bucket.number, self._accumulator
         on_device = (
             DeviceContext(self.store.skip_flag, capacity[number], capacity.wanted(number))
@@ -496,18 +496,21 @@ class Reducers:
     def may_overlap(self, compressor: Compressor, spec: StepSpec, threshold: int) -> bool:
         """Tell if buckets may leave before the vote: they are the last step's, and nothing outlives the step."""
         store = self._step_context.store
-        if not (self.overlap and spec.reduced and self._accumulator.num_batches == 1) or compressor.budget is not None:
+        if (
+            not (self.overlap and spec.reduced and self._accumulator.num_batches == 1)
+            or compressor.traits.budget is not None
+        ):
             return False
-        grows, by_nodes = compressor.bounded and store.capacity is not None, spec.exchange == "nodes"
+        grows, by_nodes = compressor.traits.bounded and store.capacity is not None, spec.exchange == "nodes"
         if not store.started or store.stale or threshold != store.threshold:
             return False
-        if compressor.stateful or grows or by_nodes:
+        if compressor.traits.stateful or grows or by_nodes:
             return False
         return not self.two_phases(compressor, spec)
 
     def within_budget(self, compressor: Compressor, spec: StepSpec, k: int) -> Compressor:
         """Return a compressor at the density of which update k sends no more bytes than it may."""
-        budget = compressor.budget
+        budget = compressor.traits.budget
         assert budget is not None
         nbytes = check_float(f"bytes at update {k}", budget(k) if callable(budget) else budget, least=1.0)
         buckets, asked = self._step_context.store.buckets, (nbytes, spec.break_even, spec.exchange)
@@ -522,7 +525,7 @@ class Reducers:
 
     def two_phases(self, compressor: Compressor, spec: StepSpec) -> TwoPhase | None:
         """Return the exchange in two phases that a step takes; None if it takes another one."""
-        if compressor.summable or spec.exchange in ("gather", "nodes") or not spec.reduced:
+        if compressor.traits.summable or spec.exchange in ("gather", "nodes") or not spec.reduced:
             return None
         buckets = self._step_context.store.buckets
         asked = (buckets, compressor, spec.exchange, spec.break_even)
@@ -536,7 +539,7 @@ class Reducers:
         """Raise ValueError for a mean over others than ranks, unless over senders that can be counted."""
         if spec.over not in OVER:
             raise ValueError(f"over must be one of {', '.join(OVER)}, got {spec.over!r}")
-        if not compressor.counts_senders:
+        if not compressor.traits.counts_senders:
             raise ValueError(f"over must be 'ranks' for {compressor!r}, which sends no entries, got 'senders'")
         if spec.exchange == "nodes":
             raise ValueError(
@@ -570,7 +573,7 @@ class Reducers:
             groups = node_ranks(self._comm.hosts)
             plan = [bucket.gradients for bucket in self._step_context.store.buckets]
             return nodes.describe(plan, len(groups), len(groups[0]))
-        if compressor.summable:
+        if compressor.traits.summable:
             return ""
         phases = self.two_phases(compressor, spec)
         plan = [bucket.gradients for bucket in self._step_context.store.buckets]
@@ -601,12 +604,12 @@ class Reducers:
             # Halves are added up in shared memory where they are neither checked nor observed.
             if (
                 isinstance(compressor, Half)
-                and not (compressor.may_overflow or store.check.doubted or step.payloads_wanted)
+                and not (compressor.traits.may_overflow or store.check.doubted or step.payloads_wanted)
                 and not (self._accumulator.num_batches > 1 or self.overlap)
                 and store.buckets.shared
             ):
                 reducer = SharedHalfReducer(compressor, self._comm, step, reducer)
-        if compressor.stateful and spec.divisor is None and spec.over == "ranks":
+        if compressor.traits.stateful and spec.divisor is None and spec.over == "ranks":
             weight = self._accumulator.expected / (self._comm.size * self._accumulator.num_batches)
             reducer = reducer if weight == 1 else WeighStates(reducer, self._comm, store, weight)
         return KeepStates(reducer, compressor, self._comm, store, unchanged) if unchanged else reducer

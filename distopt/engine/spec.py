@@ -111,7 +111,7 @@ class StepSpec(NamedTuple):
     def describe(self, compressor: Compressor, two_phase: bool = False) -> str:
         """One line that ranks compare in the vote."""
         clipped = f", clipped at {self.clip_value}" * (self.clip_value is not None)
-        gathered = not (self.break_even or compressor.summable)
+        gathered = not (self.break_even or compressor.traits.summable)
         exchange = ", two-phase" * two_phase + ", by nodes" * (self.exchange == "nodes")
         exchange += ", break_even=False" * gathered + ", over senders" * (self.over == "senders")
         return f"{self.label} with {compressor!r}{clipped}{exchange}"

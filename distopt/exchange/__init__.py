@@ -34,7 +34,7 @@ def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
         ('reduce', 'gather')
     """
     check_compressor(compressor)
-    if compressor.summable:
+    if compressor.traits.summable:
         return reduce
     return partial(gather, break_even=True) if break_even else gather
 

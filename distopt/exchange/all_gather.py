@@ -40,7 +40,7 @@ class Gather(NamedTuple):
         payload, x, compressor, context, tag = self
         data = payload.reshape(-1).view(np.uint8)  # it travels as bytes, whatever its dtype is
         with comm.tagged(tag._replace(breakdown=lambda _: compressor.breakdown(payload, x, context))):
-            if compressor.ragged and context.capacity is None:
+            if compressor.traits.ragged and context.capacity is None:
                 payloads = comm.all_gather(data, ragged=True)
             else:
                 payloads = comm.all_gather(data, into=context.scratch("payloads", data.size * comm.size))
@@ -68,7 +68,7 @@ def sum_payloads(
         return
     if break_even:
         # all ranks learn all lengths, so that they decide alike; what is sent does not depend on it
-        ragged = compressor.ragged and context.capacity is None
+        ragged = compressor.traits.ragged and context.capacity is None
         gathered = sum((yield Lengths(payload.nbytes))) if ragged else payload.nbytes * context.size
         sent = byte_counts.all_gather(gathered, context.size)
         if summed is not None:

@@ -86,8 +86,8 @@ def two_phases(
         >>> [two_phases("auto", TopK(0.01), plan, ranks) is not None for ranks in (2, 3)]
         [False, True]
     """
-    codec = None if compressor.summable or exchange in ("gather", "nodes") else compressor.sharded()
-    if exchange == "two_phase" and codec is None and not compressor.summable:
+    codec = None if compressor.traits.summable or exchange in ("gather", "nodes") else compressor.sharded()
+    if exchange == "two_phase" and codec is None and not compressor.traits.summable:
         raise ValueError(f"exchange must be 'auto' or 'gather' for {compressor!r}, got 'two_phase'")
     if codec is None or ranks == 1:
         return None

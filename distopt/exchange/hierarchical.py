@@ -66,7 +66,7 @@ class NodeExchange(NamedTuple):
             '2 nodes of 4 ranks, between them gather'
         """
         phases, share = self.phases[0], self.shares[0]
-        between = "all-reduce" if self.compressor.summable else "gather"
+        between = "all-reduce" if self.compressor.traits.summable else "gather"
         if phases:
             between = phases.describe([plan[k] for k in share], nodes)
         return f"{_several(nodes, 'node')} of {_several(per_node, 'rank')}, between them {between}"

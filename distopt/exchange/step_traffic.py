@@ -122,7 +122,7 @@ def step_messages(
         payload = compressor.payload_bytes(layout.extent, itemsize, layout)
         if payload is None:
             return None
-        if compressor.summable:
+        if compressor.traits.summable:
             # it has all elements in fewer bytes each, or fewer elements of the bucket's dtype
             all_elements = layout.extent and payload % layout.extent == 0
             size = payload // layout.extent if all_elements else itemsize

@@ -57,7 +57,7 @@ def measure(mode: Mode, clock: Callable[[], float] = time.perf_counter) -> Compu
         Compute(per_element=0.0, per_byte=0.0)
     """
     compressor = mode.compressor
-    if compressor.lossless:
+    if compressor.traits.lossless:
         return FREE
     buckets = BucketSet(plan(["x"], [SHAPE[0] * SHAPE[1]], ["float32"], 0), {"x": np.zeros(SHAPE, "f4")}, np.zeros)
     (bucket,) = buckets
@@ -77,7 +77,7 @@ def measure(mode: Mode, clock: Callable[[], float] = time.perf_counter) -> Compu
     payload = compressor.compress(x, bucket.state, context).copy()
     if not payload.size:  # nothing is compressed: all of it is summed as it is
         return Compute(compressing / x.size)
-    if compressor.summable:
+    if compressor.traits.summable:
         once = min(_timed(clock, lambda: compressor.decompress(payload, x, context)) for _ in range(TIMES))
         return Compute(compressing / x.size, once / payload.nbytes)
 

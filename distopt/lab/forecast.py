@@ -182,7 +182,7 @@ def summary(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: 
         between=_mean(between, steps),
         peak=_mean(total["sent"], steps),
         dense=sum(nbytes),
-        fallen=() if mode.compressor.summable else tuple(sorted(fallen)),
+        fallen=() if mode.compressor.traits.summable else tuple(sorted(fallen)),
     )
 
 
@@ -330,7 +330,7 @@ def observed(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps:
 
 
 def _sending(elements: int, mode: Mode, calls: Sequence[tuple[str, int]]) -> Sending:
-    verbs = ("all_reduce",) if mode.compressor.summable else ("all_gather", "all_to_all")
+    verbs = ("all_reduce",) if mode.compressor.traits.summable else ("all_gather", "all_to_all")
     timed = [("all_gather" if name == "lengths" else name, nbytes) for name, nbytes in calls]
     return Sending(elements, sum(nbytes for name, nbytes in calls if name in verbs), tuple(timed))
 

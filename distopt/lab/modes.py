@@ -80,7 +80,7 @@ class Mode(NamedTuple):
 
         Stateful compressors may not: a step that is refused would already have changed their state.
         """
-        return not self.compressor.stateful and self.windows.every == 1
+        return not self.compressor.traits.stateful and self.windows.every == 1
 
 
 def mode(text: str) -> Mode:

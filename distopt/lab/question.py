@@ -75,7 +75,7 @@ class Question(NamedTuple):
         """
         known = sorted((d, measured) for (kind, d), measured in self.computes.items() if kind == mode.kind)
         if not known:
-            return FREE if mode.compressor.summable else Compute(0.0, self.wire.link.reduction)
+            return FREE if mode.compressor.traits.summable else Compute(0.0, self.wire.link.reduction)
         densities, measured = zip(*known, strict=True)
         aim = mode.density or 1.0
         return Compute(*(float(np.interp(aim, densities, column)) for column in zip(*measured, strict=True)))

@@ -106,9 +106,9 @@ class SequentialBuckets:
             arguments = self._phases.codec, self._here, owned, self._borders, self._tag, self._watches
             self._together.add(two_phase_program(there, self._compressor, *arguments))
         for (turns, compressor, _), (x, state, context, tag) in zip(self._alone, alone, strict=True):
-            if compressor.stateful:
+            if compressor.traits.stateful:
                 settle(x, state, skip_flag=context.skip_flag)
-            if compressor.summable:
+            if compressor.traits.summable:
                 turns.add(reduce_program(x, compressor, state, context))
             else:
                 turns.add(gather_program(x, compressor, state, context, tag))

@@ -244,7 +244,7 @@ class SequentialReducer(Reducer):
         kept = [[compressor.kept(state) for state in states] for states in self._losses.states_of(len(arrays))]
         exchange, nonfinite = self._make(), [dict[str, str]()]
         self._losses.keep_states()
-        if compressor.has_hooks:
+        if compressor.traits.has_hooks:
             for x, state, context, _ in self._travelling(kept[0]):
                 compressor.begin(x, state, context)
         try:
@@ -268,7 +268,7 @@ class SequentialReducer(Reducer):
         for hook in engine.hooks:
             if isinstance(hook, QualityHook):
                 hook.observer.compare(travelling, self._write_dense)
-        if compressor.has_hooks:
+        if compressor.traits.has_hooks:
             for x, state, context, _ in travelling:
                 compressor.finish(x, state, context)
         return map(unsharded, arrays)
@@ -290,7 +290,7 @@ class SequentialReducer(Reducer):
         """Return a text on sums that are not finite, after a pass over each, which is little here; '' for none."""
         progress = self._engine.progress
         nonfinite = self._engine.store.check.nonfinite_sums(sums, True)
-        if nonfinite and self._compressor.stateful:
+        if nonfinite and self._compressor.traits.stateful:
             lost = f"what the ranks sent in step {progress.updates + 1} is lost: {nonfinite}"
             progress.fail(f"{lost}; {progress.remedy}")
         return nonfinite
@@ -302,7 +302,7 @@ class SequentialReducer(Reducer):
         try:
             self._losses.collect(rank)
             scale, clip = 1.0 / engine.nonfinite.policy.divisor, self._spec.clip_value
-            store.pack_all(scale, True, clip, multipliers=self._compressor.has_hooks)
+            store.pack_all(scale, True, clip, multipliers=self._compressor.traits.has_hooks)
             return store.check.nonfinite_gradients()
         except Exception as error:
             engine.agree(engine.progress.name, engine.progress.calls, error)

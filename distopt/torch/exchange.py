@@ -48,7 +48,7 @@ class ScriptsOptimizer(TorchAdapter):
     def check_fits(self, parameters: Iterable[torch.Tensor], compressor: Compressor) -> None:
         """Raise ValueError if it updates none of these parameters, or is needed and not known."""
         if self.opt is None:
-            if compressor.corrects_momentum:
+            if compressor.traits.corrects_momentum:
                 raise ValueError(
                     f"optimizer must be the script's with {type(compressor).__name__}, which has its momentum, got "
                     "None; it must have none itself, as torch.optim.SGD(parameters, lr)"
@@ -185,7 +185,9 @@ class GradientExchange(Checkpointed):
         # Powers of two round nothing, so that gradients may be divided by the number of ranks before they are added up:
         # a pass over the sums is saved.  Residuals stay in the units of the gradients.
         size, sent = self.engine.comm.size, self.compressor
-        exact = sent.summable and not (sent.stateful or sent.may_overflow) and size & (size - 1) == 0
+        exact = (
+            sent.traits.summable and not (sent.traits.stateful or sent.traits.may_overflow) and size & (size - 1) == 0
+        )
         self._policy.parts = size if exact else 1
         return sent
 

@@ -5,7 +5,7 @@ import pytest
 
 from distopt import compress
 from distopt.comm.communicator import NUMBERS
-from distopt.compress import DCT, Compressor, Dense, ErrorFeedback, Int4, OneBit, Threshold, TopK, check
+from distopt.compress import DCT, Compressor, Dense, ErrorFeedback, Int4, OneBit, Threshold, TopK, Traits, check
 from distopt.compress.checking import SUMMED
 from distopt.lab.laws.modes import CAPTURED, EXACT, ROUNDED, TRIES
 
@@ -23,7 +23,7 @@ OTHERS = (
 class Half(Compressor):
     """Sends every other entry; a part of it is wrong in each class below."""
 
-    summable = True
+    traits = Traits(summable=True)
 
     def payload_bytes(self, n, itemsize=4, layout=None):
         return itemsize * (n // 2)
@@ -41,7 +41,7 @@ class Half(Compressor):
 
 
 class Gathered(Half):
-    summable = False
+    traits = Traits()
 
     def decompress(self, payload, out, context):
         out[1::2] += payload
@@ -211,7 +211,7 @@ class Random(Half):
 class PartOfX(Half):
     """A view that is zero when it is read; the entries that stay are those that were sent."""
 
-    summable = False
+    traits = Traits()
 
     def payload_bytes(self, n, itemsize=4, layout=None):
         return itemsize * n

@@ -3,6 +3,8 @@
 Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,17 @@ from hypothesis.extra import numpy as hnp
 
 from distopt import DistOpt, Parameter, run_ranks
 from distopt.comm import LocalCommunicator, Metered
-from distopt.compress import BucketContext, Compressor, Dense, ErrorFeedback, ExchangeContext, Half, Threshold, TopK
+from distopt.compress import (
+    BucketContext,
+    Compressor,
+    Dense,
+    ErrorFeedback,
+    ExchangeContext,
+    Half,
+    Threshold,
+    TopK,
+    Traits,
+)
 from distopt.compress.top_k import unpack_entries
 from distopt.exchange import choose
 from distopt.kernels.layout import BucketLayout
@@ -417,7 +429,7 @@ def test_ranks_that_step_in_different_modes_are_refused(first, second):
 class Doubled(Compressor):
     """A user's own, without a text."""
 
-    summable = True
+    traits = Traits(summable=True)
 
     def __init__(self, factor=2):
         self.factor, self._hidden = factor, object()
@@ -445,3 +457,25 @@ def test_ranks_tell_compressors_of_ones_own_apart_by_their_public_attributes():
         return w.data.tolist()
 
     assert run_ranks(2, main) == [[-1.0] * 3] * 2
+
+
+def test_traits_may_be_attributes_for_one_more_version():
+    """Of a class, of an instance, and of what derives from either; they are read so, too."""
+
+    class Old(TopK):
+        stateful = True
+
+    class Older(Old):
+        ragged = True
+
+        def __init__(self, summable):
+            super().__init__(0.1)
+            self.summable = summable
+
+    assert Old(0.1).traits == replace(TopK(0.1).traits, stateful=True)
+    assert Older(True).traits == replace(TopK(0.1).traits, stateful=True, ragged=True, summable=True)
+    assert not Older(False).traits.summable
+    assert (Older(True).stateful, Older(True).summable, TopK(0.1).recordable) == (True, True, True)
+    assert TopK(bytes=500).budget == 500
+    with pytest.raises(AttributeError, match="'Older' object has no attribute 'sumable'"):
+        _ = Older(True).sumable

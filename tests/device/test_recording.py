@@ -118,7 +118,7 @@ def test_the_third_step_replays_two_graphs_a_bucket_and_more_for_weight_decay(co
         return seen, len(opt.plan.buckets)
 
     [(seen, buckets), _] = on_gpus(2, main)
-    each = 4 if compressor.has_hooks else 2
+    each = 4 if compressor.traits.has_hooks else 2
     assert seen[0]["graphs"] == 0
     assert seen[-1] == seen[-2]
     assert seen[-1]["graphs"] == 2 * each * buckets  # of two ranks

@@ -493,7 +493,7 @@ STREAMS = {
 @pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_virtual_ranks_have_the_bits_and_bytes_of_ranks(name, streams):
-    if "senders" in streams and not COMPRESSORS[name]().counts_senders:
+    if "senders" in streams and not COMPRESSORS[name]().traits.counts_senders:
         sim = simulate_local(3, every=1, outer=SGD(1.0), compressor=COMPRESSORS[name](), over="senders")
         with pytest.raises(ValueError, match="over must be 'ranks'"):
             sim(lambda rank: [(Parameter("w", np.ones(3)), np.ones(3))])

@@ -435,7 +435,7 @@ def test_a_message_that_is_too_short_is_refused(compressor):
 def on_mpi(comm):
     found = {}
     for compressor in (*LOSING_NOTHING, OneBit(), DeepGradientCompression(Packed(TopK(0.05)), exclude_1d=False)):
-        stateful = compressor if compressor.stateful else ErrorFeedback(compressor)
+        stateful = compressor if compressor.traits.stateful else ErrorFeedback(compressor)
         metered = Metered(comm)
         values, _, _ = trained(metered, stateful, 3, deterministic=True)
         total = metered.ledger.total()

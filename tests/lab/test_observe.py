@@ -25,6 +25,7 @@ from distopt.compress import (
     Packed,
     Threshold,
     TopK,
+    Traits,
     TwoBit,
 )
 from distopt.exchange.cut import Borders
@@ -250,7 +251,7 @@ def test_sums_do_not_depend_on_buckets_and_blocks(seed, sizes, dtype):
 class Signs(Compressor):
     """A compressor of a user's, whose payload is the array itself; what it drops it does not tell."""
 
-    summable = True
+    traits = Traits(summable=True)
 
     def payload_bytes(self, n, itemsize=4, layout=None):
         return itemsize * n

@@ -18,6 +18,7 @@ from distopt.compress import (
     OneBit,
     Packed,
     TopK,
+    Traits,
 )
 from distopt.optim import LAMB, SGD, Adam
 from launch import needs_mpi, run_mpi
@@ -26,7 +27,7 @@ from launch import needs_mpi, run_mpi
 class EveryThird(Compressor):
     """Another's compressor, whose payloads may be summed and have fewer elements than the bucket."""
 
-    summable = True
+    traits = Traits(summable=True)
 
     def payload_bytes(self, n, itemsize=4, layout=None):
         return itemsize * -(-n // 3)

@@ -104,7 +104,7 @@ class Replay:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         flat = sum(bucket.extent * bucket.dtype.itemsize for bucket in self.buckets)
         for mode in chosen:
-            kept = ranks * flat * (1 + mode.compressor.corrects_momentum) * mode.compressor.stateful
+            kept = ranks * flat * (1 + mode.compressor.traits.corrects_momentum) * mode.compressor.traits.stateful
             if kept > memory:
                 raise ValueError(
                     f"the residuals of --ranks {ranks} with {mode.name} must fit into the {nbytes(memory)} of this "

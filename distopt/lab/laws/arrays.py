@@ -35,16 +35,16 @@ def conservation(
     context, state, before = ExchangeContext(size=size), compressor.kept({}), x.copy()
     if isinstance(compressor, DCT):
         before = compressor.coefficients(x, context).copy()
-    if compressor.stateful:
+    if compressor.traits.stateful:
         state.update({"residual": np.zeros_like(x) if residual is None else residual, "velocity": np.zeros_like(x)})
         before += state["residual"]
-    payload, out = compressor.compress(x, state, context), np.full_like(x, np.nan if compressor.summable else 0)
+    payload, out = compressor.compress(x, state, context), np.full_like(x, np.nan if compressor.traits.summable else 0)
     expected = compressor.payload_bytes(x.size, x.itemsize)
     require(expected in (None, payload.nbytes), f"{compressor!r}: {payload.nbytes} bytes, and not {expected}")
     if payload is x:  # the payload is x itself, x is spent, and the sum stands in x
         out, x = x, np.zeros_like(x)
     compressor.decompress(payload, out, context)
-    add_up(state["residual"] if compressor.stateful else x, out, before, ulps, repr(compressor))
+    add_up(state["residual"] if compressor.traits.stateful else x, out, before, ulps, repr(compressor))
 
 
 def top_k_is_a_stable_sort(x: np.ndarray, k: int, what: str = "") -> None:

@@ -35,7 +35,7 @@ MODES: dict[str, Step] = {
     "threshold without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.7, corr=False),
 } | {name: _step_of(tried) for name, tried in TRIES.items()}
 APART = ("partial", "partial by seed")  # ranks have parameters of their own
-WITH_MOMENTUM = [name for name, tried in TRIES.items() if tried.compressor.corrects_momentum]
+WITH_MOMENTUM = [name for name, tried in TRIES.items() if tried.compressor.traits.corrects_momentum]
 LOSE_NOTHING = ["dense", "threshold", "topk"]
 LOSE_NOTHING += [
     name

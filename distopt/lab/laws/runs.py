@@ -83,7 +83,7 @@ def train_captured(
     It writes each as it yields it, so that buckets are sent meanwhile, and NaNs come in the last one alone.
     """
     params = move_to_device(comm, parameters(rank=comm.rank))
-    make = sgd_without_momentum if compressor and compressor.corrects_momentum else make
+    make = sgd_without_momentum if compressor and compressor.traits.corrects_momentum else make
     opt = DistOpt(make(), comm, **{"threshold": 60} | options)
     views = opt.gradient_views(params)
     given = to_device(comm, [np.zeros(p.data.shape, p.data.dtype) for p in params])  # what backward makes of its inputs

@@ -38,7 +38,7 @@ class Observer:
 
     def wrap(self, algorithm: Algorithm, compressor: Compressor) -> Algorithm:
         """Return the algorithm that exchanges a bucket in this step, and measures it."""
-        if self._quality is None or compressor.lossless:
+        if self._quality is None or compressor.traits.lossless:
             return algorithm
         return observed(algorithm, self._quality)
 
@@ -55,7 +55,7 @@ class Observer:
 
     def probe(self, compressor: Compressor) -> Probe | None:
         """Return what tells what virtual ranks send of a bucket on its own, if this step is measured."""
-        return None if self._quality is None or compressor.lossless else Probe(compressor, self._quality)
+        return None if self._quality is None or compressor.traits.lossless else Probe(compressor, self._quality)
 
     def __repr__(self) -> str:
         return f"observe(every={self.every})"

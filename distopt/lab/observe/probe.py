@@ -28,7 +28,7 @@ class Probe(CompressorWrapper):
 
     def __init__(self, compressor: Compressor, quality: Quality):
         super().__init__(compressor)
-        self._quality, self.stateful, self.may_overflow = quality, compressor.stateful, compressor.may_overflow
+        self._quality = quality
         self._sum, self._turns = RunningSum(lambda nbytes: device.zeros(nbytes, np.uint8)), 0
 
     @property
@@ -56,7 +56,7 @@ class Probe(CompressorWrapper):
         layout = layout_of(x, context)
         mask = self.uncompressed(layout, context)
         summed = np.zeros(1, bool) if mask is None else mask.host != 0
-        if self.summable:
+        if self.traits.summable:
             self.decompress(payload, carried, context)
         elif not summed.all():
             self.decompress_all([payload], carried, context)
@@ -71,7 +71,7 @@ class Probe(CompressorWrapper):
 
 def left_behind(compressor: Compressor, x: np.ndarray, spent: bool, state: State) -> np.ndarray:
     """Return what has not left x, nothing if it is ``spent`` and was sent; NaN if only the compressor knows."""
-    if not compressor.stateful:
+    if not compressor.traits.stateful:
         return np.zeros_like(x) if spent else x
     return state[RESIDUAL] if RESIDUAL in state else np.full_like(x, np.nan)
 
