@@ -120,16 +120,6 @@ class Compressor(TraitsAsAttributes, abc.ABC):
         for payload in payloads:
             self.decompress(payload, out, context)
 
-    def compress_copy(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
-        """Return the payload of an x that is about to be overwritten, and so need not be changed.
-
-        Args:
-            x: as of ``compress``; afterwards it may be as it was, or what ``compress`` leaves.
-            state: as of ``compress``.
-            context: as of ``compress``.
-        """
-        return self.compress(x, state, context)
-
     def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
         """Read now what is needed of a payload to say later what it consists of: by default of values alone.
 

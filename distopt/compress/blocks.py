@@ -12,7 +12,7 @@ from distopt import device, kernels
 from distopt.checks import check_int, check_one_of
 from distopt.compress.base import Lossy
 from distopt.compress.context import ExchangeContext, check_fits, layout_of, per_payload, sizes_of
-from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member
+from distopt.compress.shards import ElementShards, Payload, Piece, PieceBytes, Selected, ShardCodec, remembered
 from distopt.compress.state import State
 from distopt.compress.traits import Traits
 from distopt.device import DeviceMirror
@@ -263,7 +263,7 @@ def _sizes(piece: Piece) -> np.ndarray:
     return piece.layout.records["size"].astype(np.int64)
 
 
-class BlockShards(ShardCodec):
+class BlockShards(ElementShards):
     """Blocks are cut at their borders, so that shards have the codes and scales of the whole.
 
     Args:
@@ -280,28 +280,28 @@ class BlockShards(ShardCodec):
     def code_bytes(self, piece: Piece) -> int:
         return self._blocks.code_bytes(_sizes(piece))
 
-    def breakdown(self, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout) -> LazyBreakdown:
-        """Tell codes and scales apart."""
-        pieces = [piece for piece, _ in payloads]
-        elements = by_member(((piece, piece.layout.records["size"]) for piece in pieces), members)
-        found = PayloadBreakdown(sum(map(self.code_bytes, pieces)), counts=elements)
-        return lambda: found
-
     def select(
         self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
     ) -> Selected:
         if not pieces:
             return Selected(context.scratch("payload", 0), x)
-        memory, add = (self.residual(x, state, context), x) if self.remembers else (x, None)
+        memory, add = remembered(self, x, state, context)
         payload = self._blocks.encode(memory, add, self._of_pieces(pieces), context, (OF_RANK, context.rank))
         return Selected(payload, memory)
 
     def pack(
-        self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
-    ) -> list[Payload]:
-        nbytes = self._of_pieces(pieces).nbytes if pieces else []
-        ends = itertools.accumulate(nbytes)
-        return [Payload(selected.payload[end - n : end], 0) for end, n in zip(ends, nbytes, strict=True)]
+        self,
+        selected: Sequence[Selected],
+        counts: Sequence[np.ndarray],
+        contexts: Sequence[ExchangeContext],
+        pieces: Sequence[Sequence[Piece]],
+    ) -> list[list[Payload]]:
+        packed = []
+        for (payload, _), cuts in zip(selected, pieces, strict=True):
+            nbytes = self._of_pieces(cuts).nbytes if cuts else []
+            ends = itertools.accumulate(nbytes)
+            packed.append([Payload(payload[end - n : end], 0) for end, n in zip(ends, nbytes, strict=True)])
+        return packed
 
     def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
         self._blocks.decode([payload.data for payload in payloads], total, self._of_piece(piece), context)
@@ -316,13 +316,14 @@ class BlockShards(ShardCodec):
 
     def decompress(
         self,
-        payloads: Sequence[Payload],
-        x: np.ndarray,
-        context: ExchangeContext,
-        pieces: Sequence[Piece],
+        payloads: Sequence[Sequence[Payload]],
+        arrays: Sequence[np.ndarray],
+        contexts: Sequence[ExchangeContext],
+        pieces: Sequence[Sequence[Piece]],
         summed: bool = True,
     ) -> None:
-        self._blocks.decode([payload.data for payload in payloads], x, self._of_pieces(pieces), context)
+        for of_bucket, x, context, cuts in zip(payloads, arrays, contexts, pieces, strict=True):
+            self._blocks.decode([payload.data for payload in of_bucket], x, self._of_pieces(cuts), context)
 
     def payload_bytes(self, entries: int, piece: Piece, itemsize: int, summed: bool) -> int:
         return self._of_piece(piece).nbytes[0]

@@ -68,11 +68,6 @@ class Half(Lossy):
         self._take(x, payload, self.scale(context.size), self._most, context.skip_flag)
         return payload
 
-    def compress_copy(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
-        payload: np.ndarray = context.scratch("payload", 2 * x.size).view(self.stored)
-        self.write(x, payload, context)
-        return payload
-
     def write(self, x: np.ndarray, payload: np.ndarray, context: ExchangeContext) -> None:
         """Overwrite ``payload``, ``(n,)`` of 16 bits, by that of x, which stays as it is."""
         self._copy(x, payload, self.scale(context.size), self._most, context.skip_flag)

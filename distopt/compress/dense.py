@@ -28,8 +28,6 @@ class Dense(Compressor):
     def compress(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
         return x
 
-    compress_copy = compress
-
     def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:
         """Do nothing: the sum stands in x."""
 

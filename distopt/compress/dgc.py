@@ -14,7 +14,7 @@ from distopt.compress.context import BucketContext, ExchangeContext, layout_of
 from distopt.compress.elias_fano import Packed
 from distopt.compress.entry_shards import EntryShards
 from distopt.compress.planes import unpack_entries
-from distopt.compress.shards import ShardCodec
+from distopt.compress.shards import ShardCodec, remembering
 from distopt.compress.state import DECAY, RESIDUAL, VELOCITY, State, state_array
 from distopt.compress.top_k import Increment, Sparse, TopK
 from distopt.compress.traits import Traits
@@ -213,7 +213,7 @@ class DeepGradientCompression(Compressor):
             planes, residual, _ = self._select(x, state, context)
             return planes, residual
 
-        return EntryShards(self.selector, self.selector.value, choose, self._selected_members).remembering()
+        return remembering(EntryShards(self.selector, self.selector.value, choose, self._selected_members))
 
     def _selected_members(self, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:
         """Return the members that entries are selected from."""

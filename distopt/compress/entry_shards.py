@@ -12,7 +12,7 @@ from distopt import device, kernels
 from distopt.compress import sections
 from distopt.compress.context import ExchangeContext
 from distopt.compress.planes import INDEX, add_planes, combination_bits, counts_by_member, unpack_entries
-from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member
+from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member, remembered
 from distopt.compress.state import State
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
@@ -117,19 +117,14 @@ class EntryShards(ShardCodec):
         """Move what is sent of a bucket out of an array; return the planes of the entries, and the array."""
         if self._choose:
             return self._choose(x, state, context)
-        if not self.remembers:
-            return self._selector.select(x, context), x
-        residual = self.residual(x, state, context)
-        return self._selector.select(residual, context, x), residual
+        memory, add = remembered(self, x, state, context)
+        return self._selector.select(memory, context, add), memory
 
     def edges(self, pieces: Sequence[Piece]) -> np.ndarray:
         if not self.ragged:
             return np.zeros(0, np.int64)
         starts = [piece.start + self._part_starts(piece.layout) for piece in pieces]
         return np.concatenate([*starts, [pieces[-1].stop]]).astype(np.int64)
-
-    def parts(self, piece: Piece) -> int:
-        return len(self._part_starts(piece.layout)) if self.ragged else 0
 
     def breakdown(self, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout) -> LazyBreakdown:
         """Tell values with their scales, and indices; the rest is headers, and what aligns."""
@@ -162,11 +157,6 @@ class EntryShards(ShardCodec):
         return context.repeat("select", work, (x, places, *edges_there, *state.values()))
 
     def pack(
-        self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
-    ) -> list[Payload]:
-        return self.pack_all([selected], [counts], [context], [pieces])[0]
-
-    def pack_all(
         self,
         selected: Sequence[Selected],
         counts: Sequence[np.ndarray],
@@ -185,7 +175,7 @@ class EntryShards(ShardCodec):
         """Return the entries of each piece of a bucket, from those of each part."""
         if not self.ragged:
             return np.array([self.known_entries(piece, summed=False) for piece in pieces], np.int64)
-        starts = list(itertools.accumulate(map(self.parts, pieces[:-1]), initial=0))
+        starts = list(itertools.accumulate((len(self._part_starts(piece.layout)) for piece in pieces[:-1]), initial=0))
         return np.add.reduceat(counts, starts) if pieces else np.zeros(0, np.int64)
 
     def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
@@ -214,20 +204,11 @@ class EntryShards(ShardCodec):
 
     def decompress(
         self,
-        payloads: Sequence[Payload],
-        x: np.ndarray,
-        context: ExchangeContext,
-        pieces: Sequence[Piece],
-        summed: bool = True,
-    ) -> None:
-        self.decompress_all([payloads], [x], [context], [pieces])
-
-    def decompress_all(
-        self,
         payloads: Sequence[Sequence[Payload]],
         arrays: Sequence[np.ndarray],
         contexts: Sequence[ExchangeContext],
         pieces: Sequence[Sequence[Piece]],
+        summed: bool = True,
     ) -> None:
         """Unpack the entries of all buckets of a dtype at once, and write each bucket's to its array."""
         for dtype in {x.dtype: None for x in arrays}:

@@ -8,7 +8,7 @@ import numpy as np
 from distopt.checks import check_float
 from distopt.compress.base import Compressor, Lossy, check_compressor
 from distopt.compress.context import ExchangeContext, decayed
-from distopt.compress.shards import ShardCodec
+from distopt.compress.shards import ShardCodec, remembering
 from distopt.compress.state import RESIDUAL, State, state_array
 from distopt.compress.wrapper import CompressorWrapper
 
@@ -78,7 +78,7 @@ class ErrorFeedback(CompressorWrapper):
 
     def sharded(self) -> ShardCodec | None:
         codec = self.compressor.sharded()
-        return codec and codec.remembering(self.decay)
+        return codec and remembering(codec, self.decay)
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.compressor!r}{f', decay={self.decay}' * (self.decay != 1)})"

@@ -11,7 +11,7 @@ from distopt import device, kernels
 from distopt.checks import as_float
 from distopt.compress.base import Lossy, threshold_of_sum
 from distopt.compress.context import ExchangeContext, check_fits, layout_of, per_payload
-from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member
+from distopt.compress.shards import ElementShards, Payload, Piece, PieceBytes, Selected, ShardCodec, remembered
 from distopt.compress.state import State
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
@@ -98,7 +98,7 @@ def _words(bits: int) -> int:
     return -(-bits // 32) * 4
 
 
-class CodeShards(ShardCodec):
+class CodeShards(ElementShards):
     """Codes of a bit or two are cut at the borders of shards, each part behind the scale of its bucket.
 
     Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", 2021.
@@ -118,31 +118,27 @@ class CodeShards(ShardCodec):
     def code_bytes(self, piece: Piece) -> int:
         return self._codec.code_bytes(piece.size)
 
-    def breakdown(self, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout) -> LazyBreakdown:
-        """Tell codes and scales apart."""
-        pieces = [piece for piece, _ in payloads]
-        elements = by_member(((piece, piece.layout.records["size"]) for piece in pieces), members)
-        found = PayloadBreakdown(sum(map(self.code_bytes, pieces)), counts=elements)
-        return lambda: found
-
     def select(
         self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
     ) -> Selected:
-        if not self.remembers:
-            return Selected(self._codec.compress(x, state, context), x)
-        residual = self.residual(x, state, context)
-        return Selected(self._codec.compress(residual, state, context, x), residual)
+        memory, add = remembered(self, x, state, context)
+        return Selected(self._codec.compress(memory, state, context, add), memory)
 
     def pack(
-        self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
-    ) -> list[Payload]:
-        codec, payloads = self._codec, []
-        scale, codes = selected.payload[: codec.header], selected.payload[codec.header :]
-        for piece in pieces:
-            begin = piece.start * codec.bits // 8
-            part = codes[begin : begin + codec.code_bytes(piece.size)]
-            payloads.append(Payload(device.concatenated([scale, part]) if codec.header else part, 0))
-        return payloads
+        self,
+        selected: Sequence[Selected],
+        counts: Sequence[np.ndarray],
+        contexts: Sequence[ExchangeContext],
+        pieces: Sequence[Sequence[Piece]],
+    ) -> list[list[Payload]]:
+        return [[self._part(s.payload, piece) for piece in cuts] for s, cuts in zip(selected, pieces, strict=True)]
+
+    def _part(self, payload: np.ndarray, piece: Piece) -> Payload:
+        """Return the part of a bucket's payload that is sent of a piece, behind the scale of the bucket."""
+        codec = self._codec
+        begin = codec.header + piece.start * codec.bits // 8
+        part = payload[begin : begin + codec.code_bytes(piece.size)]
+        return Payload(device.concatenated([payload[: codec.header], part]) if codec.header else part, 0)
 
     def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
         device.clear(total)
@@ -159,15 +155,16 @@ class CodeShards(ShardCodec):
 
     def decompress(
         self,
-        payloads: Sequence[Payload],
-        x: np.ndarray,
-        context: ExchangeContext,
-        pieces: Sequence[Piece],
+        payloads: Sequence[Sequence[Payload]],
+        arrays: Sequence[np.ndarray],
+        contexts: Sequence[ExchangeContext],
+        pieces: Sequence[Sequence[Piece]],
         summed: bool = True,
     ) -> None:
-        codec = self._codec.of_sum(context.size) if summed else self._codec
-        for payload, piece in zip(payloads, pieces, strict=True):
-            self._decode(codec, [payload.data], piece.of(x), piece.context(context))
+        for of_bucket, x, context, cuts in zip(payloads, arrays, contexts, pieces, strict=True):
+            codec = self._codec.of_sum(context.size) if summed else self._codec
+            for payload, piece in zip(of_bucket, cuts, strict=True):
+                self._decode(codec, [payload.data], piece.of(x), piece.context(context))
 
     def payload_bytes(self, entries: int, piece: Piece, itemsize: int, summed: bool) -> int:
         return self.expected_bytes(piece.layout, [piece], summed)[0].total

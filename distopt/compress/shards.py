@@ -10,12 +10,12 @@ import abc
 import copy
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
 from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext, decayed
-from distopt.compress.state import OWED, RESIDUAL, State, state_array
+from distopt.compress.state import RESIDUAL, State, state_array
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
@@ -100,42 +100,14 @@ class ShardCodec(abc.ABC):
         block: borders of shards are multiples of so many elements from the start of a member.
         ragged: lengths of payloads depend on the data.
         note: what a description of the exchange says of it; '' for nothing.
-        remembers: the owner of a shard keeps what it does not send of the sum, as the state ``OWED``.
-        decay: how much of what a rank or an owner remembers outlives a step.
+        memory: how much outlives a step of what a rank or an owner does not send (the states ``RESIDUAL`` and
+            ``OWED``); None: it is dropped.
     """
 
     block = 64
     ragged = False
-    remembers = False
-    decay = 1.0
+    memory: float | None = None
     note = ""
-
-    def remembering(self, decay: float = 1.0) -> Self:
-        """Return the same for a compressor with a memory: gradients are added to the residual, and so are sums."""
-        twin = copy.copy(self)
-        twin.remembers, twin.decay = True, decay
-        return twin
-
-    def residual(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
-        """Return what a rank has not sent of its gradients, decayed, ``(n,)``.
-
-        Args:
-            x: the gradients of the bucket, ``(n,)``.
-            state: arrays of x's size by name.
-            context: the call for the bucket.
-        """
-        return decayed(state_array(state, RESIDUAL, x), self.decay, context)
-
-    def owed(self, x: np.ndarray, state: State, piece: Piece, context: ExchangeContext) -> np.ndarray:
-        """Return what the owner of a piece has not sent of earlier sums, decayed, ``(piece.size,)``.
-
-        Args:
-            x: the gradients of the bucket, ``(n,)``.
-            state: arrays of x's size by name.
-            piece: the piece.
-            context: the call for the bucket, or for the piece.
-        """
-        return decayed(piece.of(state_array(state, OWED, x)), self.decay, context)
 
     @abc.abstractmethod
     def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes] | None:
@@ -166,14 +138,10 @@ class ShardCodec(abc.ABC):
     def edges(self, pieces: Sequence[Piece]) -> np.ndarray:
         """Return the elements of a bucket at which entries are counted, ascending, ``(edges,)`` of int64.
 
-        From one to the next is a part of a piece, of as many as ``parts`` says; the last edge ends the last piece.
-        Empty if all elements are sent, or if it is known how many entries are.
+        From one to the next is a part of a piece (``parts``); the last edge ends the last piece.  Empty if all elements
+        are sent, or if it is known how many entries are.
         """
         return np.zeros(0, np.int64)
-
-    def parts(self, piece: Piece) -> int:
-        """Return the number of parts of a piece in which entries are counted."""
-        return 0
 
     @abc.abstractmethod
     def select(
@@ -191,26 +159,20 @@ class ShardCodec(abc.ABC):
 
     @abc.abstractmethod
     def pack(
-        self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
-    ) -> list[Payload]:
-        """Return the payload of each piece.
-
-        Args:
-            selected: what ``select`` has returned.
-            counts: of the entries of each part, ``(parts,)`` of int64, on the host.
-            context: the call for the bucket.
-            pieces: its pieces, in order.
-        """
-
-    def pack_all(
         self,
         selected: Sequence[Selected],
         counts: Sequence[np.ndarray],
         contexts: Sequence[ExchangeContext],
         pieces: Sequence[Sequence[Piece]],
     ) -> list[list[Payload]]:
-        """Return what ``pack`` does, of each of several buckets; the arguments have an item for each of them."""
-        return [self.pack(*bucket) for bucket in zip(selected, counts, contexts, pieces, strict=True)]
+        """Return the payload of each piece of each of several buckets; the arguments have an item for each bucket.
+
+        Args:
+            selected: what ``select`` has returned.
+            counts: of the entries of each part, ``(parts,)`` of int64, on the host.
+            contexts: the calls for the buckets.
+            pieces: their pieces, in order.
+        """
 
     @abc.abstractmethod
     def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
@@ -244,32 +206,21 @@ class ShardCodec(abc.ABC):
     @abc.abstractmethod
     def decompress(
         self,
-        payloads: Sequence[Payload],
-        x: np.ndarray,
-        context: ExchangeContext,
-        pieces: Sequence[Piece],
-        summed: bool = True,
-    ) -> None:
-        """Overwrite the pieces of a bucket by what their payloads stand for.
-
-        Args:
-            payloads: one per piece.
-            x: ``(n,)``, of the bucket.
-            context: the call for the bucket.
-            pieces: the pieces of the bucket, in order.
-            summed: whether they are those of sums, of the second phase.
-        """
-
-    def decompress_all(
-        self,
         payloads: Sequence[Sequence[Payload]],
         arrays: Sequence[np.ndarray],
         contexts: Sequence[ExchangeContext],
         pieces: Sequence[Sequence[Piece]],
+        summed: bool = True,
     ) -> None:
-        """Do what ``decompress`` does, of several buckets; the arguments have an item for each of them."""
-        for bucket in zip(payloads, arrays, contexts, pieces, strict=True):
-            self.decompress(*bucket)
+        """Overwrite the pieces of several buckets by what their payloads stand for.
+
+        Args:
+            payloads: of each bucket, one per piece.
+            arrays: of the buckets, ``(n,)``.
+            contexts: the calls for the buckets.
+            pieces: their pieces, in order.
+            summed: whether they are those of sums, of the second phase.
+        """
 
     def entries(self, message: np.ndarray, piece: Piece, itemsize: int) -> int:
         """Return how many entries the payload of a piece has, as its header says; 0 if all elements are sent.
@@ -304,6 +255,42 @@ class ShardCodec(abc.ABC):
             itemsize: bytes of an element of the bucket.
             summed: whether it is one of the second phase.
         """
+
+
+class ElementShards(ShardCodec):
+    """A codec that sends a code for every element."""
+
+    @abc.abstractmethod
+    def code_bytes(self, piece: Piece) -> int:
+        """Return the bytes of the codes of a piece."""
+
+    def breakdown(self, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout) -> LazyBreakdown:
+        """Tell codes and scales apart."""
+        pieces = [piece for piece, _ in payloads]
+        elements = by_member(((piece, piece.layout.records["size"]) for piece in pieces), members)
+        found = PayloadBreakdown(sum(map(self.code_bytes, pieces)), counts=elements)
+        return lambda: found
+
+
+def remembering(codec: ShardCodec, memory: float = 1.0) -> ShardCodec:
+    """Return the same for a compressor with a memory: gradients are added to the residual, and so are sums."""
+    twin = copy.copy(codec)
+    twin.memory = memory
+    return twin
+
+
+def remembered(
+    codec: ShardCodec, x: np.ndarray, state: State, context: ExchangeContext
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the array that is sent of, and what is added to it: a residual, decayed, and x; or x, and None."""
+    if codec.memory is None:
+        return x, None
+    return decayed(state_array(state, RESIDUAL, x), codec.memory, context), x
+
+
+def parts(codec: ShardCodec, piece: Piece) -> int:
+    """Return the number of parts of a piece in which entries are counted."""
+    return max(0, len(codec.edges([piece])) - 1)
 
 
 def by_member(pieces: Iterable[tuple[Piece, np.ndarray]], members: BucketLayout) -> np.ndarray:

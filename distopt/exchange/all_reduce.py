@@ -7,7 +7,7 @@ import numpy as np
 
 from distopt.comm import Communicator
 from distopt.comm.message import UNTAGGED, MessageTag
-from distopt.compress import Compressor, ExchangeContext
+from distopt.compress import Compressor, ExchangeContext, Half
 from distopt.compress.state import State
 from distopt.exchange.payload import check_payload
 from distopt.exchange.program import Exchange, Sum, run
@@ -15,10 +15,20 @@ from distopt.exchange.program import Exchange, Sum, run
 TravellingBucket = tuple[np.ndarray, State, ExchangeContext, MessageTag]
 
 
+def payload_of(x: np.ndarray, compressor: Compressor, state: State, context: ExchangeContext) -> np.ndarray:
+    """Return what is sent of x; the sum overwrites what is left behind in it, so that a ``Half`` need not write it."""
+    if type(compressor) is not Half:
+        payload = compressor.compress(x, state, context)
+    else:
+        payload = context.scratch("payload", 2 * x.size).view(compressor.stored)
+        compressor.write(x, payload, context)
+    check_payload(payload, compressor, context)
+    return payload
+
+
 def reduce_program(x: np.ndarray, compressor: Compressor, state: State, context: ExchangeContext) -> Exchange:
     """What one rank does in ``reduce``."""
-    payload = compressor.compress_copy(x, state, context)
-    check_payload(payload, compressor, context)
+    payload = payload_of(x, compressor, state, context)
     yield Sum(payload, last=True)
     compressor.decompress(payload, x, context)
 
@@ -32,8 +42,6 @@ def reduce(
     tag: MessageTag = UNTAGGED,
 ) -> None:
     """Replace x by the sum over ranks of what each rank's compressor sends of it.  Collective.
-
-    What is left behind in x is overwritten by the sum, so a compressor need not write it (``compress_copy``).
 
     Args:
         x: the gradients of a bucket, ``(n,)``.
@@ -91,9 +99,7 @@ def reduce_each(
             sent.append(bucket)
             x, state, context, tag = bucket
             with comm.tagged(tag):
-                payload = compressor.compress_copy(x, state, context)
-                check_payload(payload, compressor, context)
-                yield payload
+                yield payload_of(x, compressor, state, context)
 
     for total in comm.all_reduce_each(payloads()):
         x, _, context, _ = sent.popleft()

@@ -8,7 +8,7 @@ import numpy as np
 from distopt import device
 from distopt.comm import Communicator
 from distopt.compress import ExchangeContext
-from distopt.compress.shards import Payload, Piece, ShardCodec
+from distopt.compress.shards import Payload, Piece, ShardCodec, parts
 from distopt.exchange.cut import Cut
 
 ALIGNED = 8  # a payload in a message begins at a multiple of so many bytes
@@ -130,7 +130,7 @@ class Told(Headers):
         super().__init__(codec, itemsizes)
         self._shards, self._comm = shards, comm
         pieces = [piece for pieces in shards.of_bucket for piece in pieces]
-        ends = np.cumsum([0, *(codec.parts(piece) for piece in pieces)]).tolist()
+        ends = np.cumsum([0, *(parts(codec, piece) for piece in pieces)]).tolist()
         self._rows = {piece: slice(a, b) for piece, a, b in zip(pieces, ends[:-1], ends[1:], strict=True)}
         self._counts = np.zeros((comm.size, 0), np.int64)
         self._sums: dict[Piece, int] = {}

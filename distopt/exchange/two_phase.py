@@ -19,7 +19,7 @@ from distopt import device
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.context import layout_of
+from distopt.compress.context import decayed, layout_of
 from distopt.compress.shards import Payload, Piece, ShardCodec
 from distopt.compress.state import OWED, settle, state_array
 from distopt.exchange.all_reduce import TravellingBucket
@@ -169,7 +169,7 @@ def two_phase_program(
             x, state, context, own_tag = bucket
             for watch in watches:
                 watch.before(bucket)
-            if codec.remembers:
+            if codec.memory is not None:
                 settle_moved(bucket, [piece for piece in pieces if piece.owner == context.rank], owned)
             selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
             mask = compressor.uncompressed(layout_of(x, context), context)
@@ -180,7 +180,7 @@ def two_phase_program(
                 if not there.none and not there.all:
                     put_back.append((context, x, there))
         counts = places.counts(comm)
-        packed = codec.pack_all(selected, counts, [context for _, _, context, _ in buckets], shards.of_bucket)
+        packed = codec.pack(selected, counts, [context for _, _, context, _ in buckets], shards.of_bucket)
         payloads = list[tuple[Piece, Payload]]()
         for bucket, pieces, of_bucket in zip(buckets, shards.of_bucket, packed, strict=True):
             for watch in watches:
@@ -193,7 +193,9 @@ def two_phase_program(
     results = []
     for piece, here, total, counts in sums:
         x, state, _, _ = buckets[piece.bucket]
-        memory = codec.owed(x, state, piece, here) if codec.remembers else None
+        memory = None
+        if codec.memory is not None:
+            memory = decayed(piece.of(state_array(state, OWED, x)), codec.memory, here)
         results.append((piece, codec.compress_sum(total, memory, counts, piece, here)))
     gathered: list[tuple[Piece, Payload]] = yield ToAll(results, buckets, shards, told, labelled(results))
     received: list[list[Payload]] = [[] for _ in buckets]
@@ -204,7 +206,7 @@ def two_phase_program(
     of_buckets = zip(received, buckets, shards.of_bucket, strict=True)
     cut_up = [(payloads, x, context, pieces) for payloads, (x, _, context, _), pieces in of_buckets if pieces]
     if cut_up:
-        codec.decompress_all(*zip(*cut_up, strict=True))
+        codec.decompress(*zip(*cut_up, strict=True))
     for context, x, there in put_back:
         context.repeat("put back", there.put_back, (x,))
 

@@ -11,7 +11,7 @@ from distopt import device, kernels
 from distopt.comm.communicator import BFLOAT16, HALVES
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
-from distopt.compress.shards import Payload, Piece
+from distopt.compress.shards import Payload, Piece, parts
 from distopt.exchange.all_gather import Gather, SumOfPayloads, sum_payloads
 from distopt.exchange.program import Exchange, Sum
 from distopt.exchange.step_traffic import asked, message
@@ -215,7 +215,7 @@ class OwnedInTurn:
                 continue
             if not first:
                 device.clear(part)
-            found.told.codec.decompress(payloads, part, context, pieces, summed=False)
+            found.told.codec.decompress([payloads], [part], [context], [pieces], summed=False)
             if not first:
                 kernels.accumulate(part, self._totals[number])
 
@@ -223,7 +223,7 @@ class OwnedInTurn:
         """Resume the owners of shards until each has sent its sums, and return what all have sent."""
         codec, shards, counts = self._first.told.codec, self._first.shards, dict[Piece, np.ndarray]()
         for pieces, of_bucket in zip(shards.of_bucket, self._counts, strict=True):
-            ends = np.cumsum([codec.parts(piece) for piece in pieces])
+            ends = np.cumsum([parts(codec, piece) for piece in pieces])
             counts |= dict(zip(pieces, np.split(of_bucket, ends[:-1]), strict=True)) if pieces else {}
         gathered = list[tuple[Piece, Payload]]()
         for owner, (pieces, exchange) in enumerate(zip(shards.of_owner, self._ranks, strict=True)):

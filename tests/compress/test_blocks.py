@@ -360,7 +360,7 @@ def test_shards_have_the_codes_of_the_whole(kind, rounding, sizes, ranks, dtype,
     sent = decoded(compressor, compressor.compress(whole, {}, context), x.size, dtype, context)
     nothing = np.empty(0, np.int64)  # all elements are sent, so that no entries are counted
     selected = codec.select(cut_up, {}, context, pieces, nothing)
-    payloads = codec.pack(selected, nothing, context, pieces)
+    payloads = codec.pack([selected], [nothing], [context], [pieces])[0]
     for piece, payload in zip(pieces, payloads, strict=True):
         assert payload.data.nbytes == codec.payload_bytes(0, piece, x.itemsize, summed=False)
         codec.add([payload], piece.of(found), piece, piece.context(context))
@@ -369,7 +369,7 @@ def test_shards_have_the_codes_of_the_whole(kind, rounding, sizes, ranks, dtype,
     np.testing.assert_array_equal(cut_up, whole)
     again = np.full_like(x, 5)
     if pieces:
-        codec.decompress(payloads, again, context, pieces)
+        codec.decompress([payloads], [again], [context], [pieces])
     np.testing.assert_array_equal(again[here], sent[here])
 
 

@@ -99,7 +99,7 @@ class ObservedShards:
         x, state, context, _ = bucket
         layout, carried = layout_of(x, context), device.zeros(x.size, x.dtype)
         if pieces:
-            codec.decompress(payloads, carried, context, pieces, summed=False)
+            codec.decompress([payloads], [carried], [context], [pieces], summed=False)
         mask = self._compressor.uncompressed(layout, context)
         for row in np.flatnonzero([] if mask is None else mask.host).tolist():
             layout.view(carried, row)[...] = layout.view(x, row)
