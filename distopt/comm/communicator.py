@@ -420,7 +420,7 @@ class Communicator:
         return isinstance(error, PeerLeft)
 
     def revoke(self) -> None:
-        """Let all that any rank waits for on this communicator raise what ``lost`` knows, now and from now on.
+        """Make all that any rank waits for on this communicator raise what ``lost`` knows, now and from now on.
 
         Its duplicate, its subgroups and its votes too.  Not collective.
         """

@@ -213,7 +213,7 @@ class Elastic(Wrapper):
         self._take_next()
 
     def set_transport(self, comm: Communicator) -> None:
-        """Let this be the transport from the next try on; one that has begun must not see another one."""
+        """Take this transport from the next try on; one that has begun must not see another one."""
         self._next = comm
         if not self._inside:
             self._take_next()

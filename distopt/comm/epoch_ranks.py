@@ -123,7 +123,7 @@ class EpochRanks:
         return group
 
     def keep(self, way: Revocable) -> None:
-        """Let ``revoke`` end all waits on this object too."""
+        """Make ``revoke`` end all waits on this object too."""
         self._ways.add(way)
         if self._revoked:
             way.revoke()

@@ -42,7 +42,7 @@ class GlooRanks(Protocol):
         """Return a new group of some of them (ascending), which torch does not know of.  Collective of these."""
 
     def keep(self, way: Revocable) -> None:
-        """Let ``revoke`` end all waits on this object too."""
+        """Make ``revoke`` end all waits on this object too."""
 
     def revoke(self) -> None:
         """All waits between these ranks fail from now on, on every rank."""

@@ -6,7 +6,7 @@ SECONDS = 5  # without a sign of life of the other end
 
 
 def keep_alive(connection: socket.socket, seconds: int = SECONDS) -> None:
-    """Let reads and writes of a TCP connection fail when the other end gives no sign of life."""
+    """Make reads and writes of a TCP connection fail when the other end gives no sign of life."""
     # A machine that vanishes is noticed, whether there is something to send to it or not.
     # seconds: after the last sign of life, or after the first of what is sent then.
     for level, option, value in (

@@ -238,7 +238,7 @@ class MpiCommunicator(SharingCommunicator):
         return is_loss_on(self._comm, error)
 
     def revoke(self) -> None:
-        """Let all that any rank waits for on this communicator raise what ``lost`` knows, now and from now on.
+        """Make all that any rank waits for on this communicator raise what ``lost`` knows, now and from now on.
 
         Its duplicate, its subgroups and its votes too.  Not collective.
         """

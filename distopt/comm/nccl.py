@@ -582,7 +582,7 @@ class NcclCommunicator(Communicator):
         return self._abort(comm, kept, deadline)
 
     def _abort(self, comm: Any, kept: Sequence[np.ndarray], deadline: float) -> bool:
-        """Let NCCL abort in another thread, and return whether it has done so in time."""
+        """Abort NCCL in another thread, and return whether it has done so in time."""
 
         def abort() -> None:
             device.use_gpu(self.gpu)

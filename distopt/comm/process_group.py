@@ -374,7 +374,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
     # -- ranks that are lost
 
     def revoke(self) -> None:
-        """Let all that any rank waits for on this communicator raise PeerLeft, now and from now on.
+        """Make all that any rank waits for on this communicator raise PeerLeft, now and from now on.
 
         That is what its duplicates and its subgroups wait for too, and who makes one of them.
         """

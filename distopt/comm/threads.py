@@ -260,7 +260,7 @@ class ThreadCommunicator(Communicator):
         return group
 
     def revoke(self) -> None:
-        """Let every rank's rendezvous here raise PeerLeft: of collectives, votes, the duplicate and the subgroups."""
+        """Make every rank's rendezvous here raise PeerLeft: of collectives, votes, the duplicate and the subgroups."""
         self._rendezvous.end(f"rank {self.rank} has revoked {self!r}")
         self.control.revoke()
         for other in self._made_of_it():

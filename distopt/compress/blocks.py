@@ -107,7 +107,7 @@ class Blocks(Lossy):
         use: tuple[int, int],
         base: int = 0,
     ) -> np.ndarray:
-        """Move what its codes stand for out of x + ``add``, in one pass; return the payloads, behind one another."""
+        """Move what its codes stand for out of x + ``add``, in one pass; return the payloads, one after the other."""
         if add is not None:
             check_fits(x, add)
         payload = context.scratch("payload", sum(to.nbytes))
@@ -158,7 +158,7 @@ class Int8(Blocks):
         >>> from distopt.compress import ExchangeContext
         >>> x = np.array([127, -63.75, 0.25, 0], np.float32)
         >>> payload = Int8().compress(x, {}, ExchangeContext())
-        >>> payload[:4].view(np.int8), payload.nbytes  # the scale, 1, is behind them
+        >>> payload[:4].view(np.int8), payload.nbytes  # the scale, 1, follows them
         (array([127, -64,   0,   0], dtype=int8), 8)
         >>> x
         array([0.  , 0.25, 0.25, 0.  ], dtype=float32)
@@ -218,7 +218,7 @@ class Placed(NamedTuple):
     Args:
         layout: the members of all stretches, at their places in the flat array.
         nbytes: of each payload.
-        outbox: where each member begins in all payloads behind one another.
+        outbox: where each member begins in all payloads one after the other.
         place: where each member begins in its payload.
         number: of each member's payload.
     """

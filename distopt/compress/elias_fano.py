@@ -18,7 +18,7 @@ from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.kernels.signatures import struct
 
 HEADER = 16  # bytes
-MAGIC = 0x45460100  # "EF", and the version of what stands behind the header; the format of values makes it complete
+MAGIC = 0x45460100  # "EF", and the version of what stands after the header; the format of values makes it complete
 
 ZEROS = np.array([8 - byte.bit_count() for byte in range(256)], np.int32)  # in a byte, by its value
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the last one first
@@ -247,7 +247,7 @@ def _not_packable(selector: Any) -> Exception:
 def packing(n: int, places: int, value: str) -> np.ndarray:
     """Return ``struct Packing`` of packed.cu: where everything is in a payload for so many of n entries.
 
-    The header and the words of the upper parts stand at multiples of 8 bytes, also in payloads behind this one.
+    The header and the words of the upper parts stand at multiples of 8 bytes, also in payloads after this one.
     """
     form = VALUES[value]
     bits = (n // places).bit_length() - 1 if places else 0

@@ -41,7 +41,7 @@ class ErrorFeedback(CompressorWrapper):
         >>> from distopt.compress import ExchangeContext, TopK
         >>> state = {"residual": np.array([0, 3, 0, 1], np.float32)}
         >>> payload = ErrorFeedback(TopK(0.5)).compress(np.array([1, 2, 3, -1], np.float32), state, ExchangeContext())
-        >>> payload.view(np.float32)[:2]  # the values; their indices are behind them
+        >>> payload.view(np.float32)[:2]  # the values; their indices follow them
         array([5., 3.], dtype=float32)
         >>> state["residual"]
         array([1., 0., 0., 0.], dtype=float32)

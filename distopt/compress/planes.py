@@ -15,7 +15,7 @@ INDEX = 4  # bytes of an index
 
 
 def payload_size(k: int, itemsize: int) -> int:
-    """Return the bytes of k entries: a multiple of the value's, so that payloads behind each other are aligned."""
+    """Return the bytes of k entries: a multiple of the value's, so that payloads one after the other are aligned."""
     return -(-int(k) * (itemsize + INDEX) // itemsize) * itemsize
 
 

@@ -99,7 +99,7 @@ def _words(bits: int) -> int:
 
 
 class CodeShards(ElementShards):
-    """Codes of a bit or two are cut at the borders of shards, each part behind the scale of its bucket.
+    """Codes of a bit or two are cut at the borders of shards, each part after the scale of its bucket.
 
     Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", 2021.
 
@@ -134,7 +134,7 @@ class CodeShards(ElementShards):
         return [[self._part(s.payload, piece) for piece in cuts] for s, cuts in zip(selected, pieces, strict=True)]
 
     def _part(self, payload: np.ndarray, piece: Piece) -> Payload:
-        """Return the part of a bucket's payload that is sent of a piece, behind the scale of the bucket."""
+        """Return the part of a bucket's payload that is sent of a piece, after the scale of the bucket."""
         codec = self._codec
         begin = codec.header + piece.start * codec.bits // 8
         part = payload[begin : begin + codec.code_bytes(piece.size)]

@@ -27,7 +27,7 @@ class Piece:
         owner: the rank.
         bucket: the number of the bucket.
         start: its first element in the bucket's flat arrays.
-        stop: the element behind its last one.
+        stop: the element after its last one.
         members: those of the bucket that are exchanged.
 
     Attributes:

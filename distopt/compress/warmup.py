@@ -30,7 +30,7 @@ class Stages:
 
 
 def geometric(density: float, epochs: int, steps_per_epoch: int) -> Stages:
-    """Make ``epochs`` stages whose densities fall by the same factor each, down to ``density`` behind them.
+    """Make ``epochs`` stages whose densities fall by the same factor each, down to ``density`` after them.
 
     The paper's 25 %, 6.25 %, 1.5625 %, 0.4 %, 0.1 % (section 3.3) is four epochs of it, to rounding.
     """

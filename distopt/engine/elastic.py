@@ -71,9 +71,9 @@ class ElasticSteps:
         """Return what an operation returns that all ranks do together, and again if one is lost.  Collective."""
         engine, undo = self._engine, self._undo
         undo.forget()
-        policy, borders = engine.nonfinite.policy, engine.reducers.borders
+        policy, bounds = engine.nonfinite.policy, engine.reducers.bounds
         undo.keep_fields(engine.store, "broadcast_due")
-        for part in (engine, engine.progress, engine.accumulator, policy, engine.nonfinite, engine.means, borders):
+        for part in (engine, engine.progress, engine.accumulator, policy, engine.nonfinite, engine.means, bounds):
             undo.keep_fields(part, *part.CHANGES)
 
         def put_back() -> None:

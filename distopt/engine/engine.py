@@ -222,7 +222,7 @@ class Engine:
             if spec.over != "ranks":
                 self.reducers.check_senders(compressor, spec)
             self.step_context.begin(spec)
-            self.reducers.borders.settle(self.progress.updates)
+            self.reducers.bounds.settle(self.progress.updates)
             self.declare_numbers(compressor, spec.clock)
             watches = list[Any](map(operator.attrgetter("wrap_loss"), self.hooks))
             if self.reducers.may_overlap(compressor, spec, threshold):
@@ -474,7 +474,7 @@ class Engine:
             *self.nonfinite.lines(),
             *self.optimizer.numbers(),
             *entries,
-            *self.reducers.borders.lines,
+            *self.reducers.bounds.lines,
         ]
         self.agreement.declare_numbers(numbers)
 

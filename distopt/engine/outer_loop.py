@@ -322,7 +322,7 @@ class OuterLoop:
             hook.after_call(self.step, True)
 
     def let_in(self) -> None:
-        """Let in the processes that wait, between steps: where one is ``awaited``.  Collective."""
+        """Admit the processes that wait, between steps: where one is ``awaited``.  Collective."""
         # What was sent since lands first.
         self.awaited = False
         self.land()

@@ -35,7 +35,6 @@ from distopt.exchange import (
 )
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.budget import within
-from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import (
     NodeExchange,
     Nodes,
@@ -47,6 +46,7 @@ from distopt.exchange.hierarchical import (
     sum_inside,
 )
 from distopt.exchange.program import run
+from distopt.exchange.sharding import ShardBounds
 from distopt.exchange.shared_memory import describe, nonfinite
 from distopt.exchange.two_phase import Owned, two_phase_program
 
@@ -158,13 +158,13 @@ class TwoPhaseReducer(Unreduced):
         comm: Communicator,
         step_context: "StepContext",
         owned: Owned,
-        borders: Borders,
+        bounds: ShardBounds,
         otherwise: CollectiveReducer,
     ):
         # otherwise: takes the buckets that are no part of the two phases.
         super().__init__(step_context.store, compressor)
         self._phases, self._compressor, self._comm, self._step_context = phases, compressor, comm, step_context
-        self._owned, self._borders, self._otherwise = owned, borders, otherwise
+        self._owned, self._bounds, self._otherwise = owned, bounds, otherwise
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         with self._step_context.counted_entries(self._compressor, arrays):
@@ -186,7 +186,7 @@ class TwoPhaseReducer(Unreduced):
                 for x, state, context, _ in travelling:
                     compressor.begin(x, state, context)
         watches = [watch for hook in step.hooks if (watch := hook.watch_shards(compressor))]
-        own = self._owned, self._borders
+        own = self._owned, self._bounds
         run(two_phase_program(travelling, compressor, self._phases.codec, comm, *own, step.tag(), watches), comm)
         for hook in step.hooks:
             hook.after_two_phases(travelling, comm)
@@ -202,7 +202,7 @@ class NodeReducer(Unreduced):
     """Sum inside each node, and exchange the sums between nodes; each rank of a node does so for its own buckets."""
 
     # Where that is in two phases, shards are always of as many elements: ranks of a node have different buckets, so
-    # that borders would move differently on them, while all ranks save the same ones.
+    # that bounds would move differently on them, while all ranks save the same ones.
 
     def __init__(
         self,
@@ -465,7 +465,7 @@ class Reducers:
     ):
         # everywhere: an update reads whole sums, and not shards where other ranks have formed them.
         self._comm, self._step_context, self._accumulator = comm, step_context, accumulator
-        self.overlap, self._everywhere, self.borders = overlap, everywhere, Borders()
+        self.overlap, self._everywhere, self.bounds = overlap, everywhere, ShardBounds()
         # What the last choice of an exchange depended on.
         self._asked: tuple[Any, ...] = (None,) * 4
         self._phases: TwoPhase | None = None
@@ -577,7 +577,7 @@ class Reducers:
             return ""
         phases = self.two_phases(compressor, spec)
         plan = [bucket.gradients for bucket in self._step_context.store.buckets]
-        return phases.describe(plan, self._comm.size, self.borders.starts) if phases else "gather"
+        return phases.describe(plan, self._comm.size, self.bounds.starts) if phases else "gather"
 
     def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
         """Return the reducer of a step whose buckets have not left before the vote.  Collective by nodes."""
@@ -595,12 +595,12 @@ class Reducers:
             if move_states(list(store.buckets), plan.shares, nodes.inside):
                 # There may be debts of what a rank does not own.
                 self._owned.clear()
-            # Borders of this step alone, so that they never move.
-            phases, even = plan.phases[nodes.inside.rank], Borders()
+            # Bounds of this step alone, so that they never move.
+            phases, even = plan.phases[nodes.inside.rank], ShardBounds()
             between = self._exchange(phases, plan.compressor, spec, nodes.between, even)
             reducer = NodeReducer(plan, nodes, step, between)
         else:
-            reducer = self._exchange(self.two_phases(compressor, spec), compressor, spec, self._comm, self.borders)
+            reducer = self._exchange(self.two_phases(compressor, spec), compressor, spec, self._comm, self.bounds)
             # Halves are added up in shared memory where they are neither checked nor observed.
             if (
                 isinstance(compressor, Half)
@@ -620,10 +620,10 @@ class Reducers:
         compressor: Compressor,
         spec: StepSpec,
         comm: Communicator,
-        borders: Borders,
+        bounds: ShardBounds,
     ) -> CollectiveReducer | TwoPhaseReducer:
         """Return the reducer of an exchange in two phases, or of one by a collective per bucket."""
         collective = CollectiveReducer(compressor, spec, comm, self._step_context)
         if phases is None:
             return collective
-        return TwoPhaseReducer(phases, compressor, comm, self._step_context, self._owned, borders, collective)
+        return TwoPhaseReducer(phases, compressor, comm, self._step_context, self._owned, bounds, collective)

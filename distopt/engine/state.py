@@ -57,7 +57,7 @@ def _state(engine: Engine) -> dict[str, Any]:
         "skips_in_a_row": policy.in_a_row,
         "loss_scale": policy.state(),
         "rooms": store.capacity.state() if store.capacity else [],
-        "borders": list(engine.reducers.borders.starts_at(progress.updates)),
+        "borders": list(engine.reducers.bounds.starts_at(progress.updates)),
         "states": {
             state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in store.states().items()
         },
@@ -101,7 +101,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
         if engine.buddies:
             engine.buddies.forget()
         store.restore(states, state["rooms"])
-        engine.reducers.borders.restore(tuple(state.get("borders", ())))
+        engine.reducers.bounds.restore(tuple(state.get("borders", ())))
         progress.updates, progress.partial = state["step_counter"], state["partial"]
         engine.nonfinite.pop_refused()
         gradients = state["contributions"] * engine.comm.size

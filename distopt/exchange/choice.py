@@ -6,7 +6,7 @@ from typing import NamedTuple
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.base import payload_nbytes
 from distopt.compress.shards import Piece, ShardCodec
-from distopt.exchange.cut import Cut, Starts, cut_for
+from distopt.exchange.sharding import Sharding, Starts, cut_for
 from distopt.kernels.layout import BucketLayout
 
 EXCHANGES = ("auto", "gather", "two_phase", "nodes")
@@ -25,7 +25,7 @@ class TwoPhase(NamedTuple):
     codec: ShardCodec
     buckets: tuple[int, ...]
 
-    def shards(self, plan: Sequence[BucketLayout], ranks: int, starts: Starts = ()) -> Cut:
+    def shards(self, plan: Sequence[BucketLayout], ranks: int, starts: Starts = ()) -> Sharding:
         """Return the shards of the buckets that take part.
 
         Args:

@@ -54,7 +54,7 @@ class Lengths(NamedTuple):
 
 
 def run(exchange: Exchange, comm: Communicator) -> None:
-    """Let a communicator answer what a program asks for.  Collective."""
+    """Run a program: a communicator answers what it asks for.  Collective."""
     answer = None
     with comm.on_comm_stream():
         while True:

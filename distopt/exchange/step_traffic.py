@@ -12,9 +12,9 @@ from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
 from distopt.exchange.all_gather import Gather, sum_payloads
 from distopt.exchange.choice import TwoPhase, two_phases
+from distopt.exchange.entry_counts import message_bytes
 from distopt.exchange.hierarchical import Shares, node_exchange, rounds
 from distopt.exchange.program import Exchange, Lengths, Request, Sum
-from distopt.exchange.told import message_bytes
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
@@ -149,7 +149,7 @@ class NodeMessages(NamedTuple):
     Args:
         sums: inside of a node, before.
         between: of the ranks of each number, between the nodes.
-        results: inside of a node, behind them.
+        results: inside of a node, after them.
     """
 
     sums: list[Message]

@@ -23,9 +23,9 @@ from distopt.compress.context import decayed, layout_of
 from distopt.compress.shards import Payload, Piece, ShardCodec
 from distopt.compress.state import OWED, settle, state_array
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.cut import Borders, Cut, cut_for
+from distopt.exchange.entry_counts import ALIGNED, DeviceCounts, HostCounts, PlaceCounts
 from distopt.exchange.program import Exchange, Sum
-from distopt.exchange.told import ALIGNED, Headers, PlaceCounts, Told
+from distopt.exchange.sharding import ShardBounds, Sharding, cut_for
 from distopt.exchange.uncompressed import UncompressedMembers
 
 # by bucket: the state OWED, the part of it that the rank owns, and the updates that were applied when that began
@@ -54,31 +54,31 @@ class ToOwners(NamedTuple):
         counts: by bucket, the entries of each part of its pieces.
         buckets: of the exchange.
         shards: of these buckets.
-        told: how many entries payloads have.
+        entry_counts: how many entries payloads have.
         tag: of the messages.
     """
 
     payloads: list[tuple[Piece, Payload]]
     counts: list[np.ndarray]
     buckets: Sequence[TravellingBucket]
-    shards: Cut
-    told: Headers
+    shards: Sharding
+    entry_counts: HostCounts
     tag: MessageTag
 
     def over(self, comm: Communicator) -> "Sums":
         sent, mine = {piece: payload.data for piece, payload in self.payloads}, self.shards.of_owner[comm.rank]
-        self.told.tell(np.concatenate(self.counts))
+        self.entry_counts.tell(np.concatenate(self.counts))
         messages = [_message([sent[p] for p in pieces], self.buckets) for pieces in self.shards.of_owner]
         with comm.tagged(self.tag):
-            inbox = comm.all_to_all(messages, ragged=self.told.lengths)
-        return self._sums(self.told.by_piece(inbox, [mine] * comm.size))
+            inbox = comm.all_to_all(messages, ragged=self.entry_counts.lengths)
+        return self._sums(self.entry_counts.by_piece(inbox, [mine] * comm.size))
 
     def _sums(self, received: Sequence[tuple[Piece, list[Payload]]]) -> "Sums":
         for piece, payloads in received:
             x, _, context, _ = self.buckets[piece.bucket]
             total, here = context.bucket.scratch("shard sum", piece.size * x.itemsize), piece.context(context)
             total = total.view(x.dtype)
-            found, counts = self.told.codec.add(payloads, total, piece, here), self.told.counts(piece)
+            found, counts = self.entry_counts.codec.add(payloads, total, piece, here), self.entry_counts.counts(piece)
             yield piece, here, total, found if counts is None else counts
 
 
@@ -89,22 +89,22 @@ class ToAll(NamedTuple):
         results: the pieces, and the payload of each.
         buckets: of the exchange.
         shards: of these buckets.
-        told: how many entries payloads have.
+        entry_counts: how many entries payloads have.
         tag: of the messages.
     """
 
     results: list[tuple[Piece, Payload]]
     buckets: Sequence[TravellingBucket]
-    shards: Cut
-    told: Headers
+    shards: Sharding
+    entry_counts: HostCounts
     tag: MessageTag
 
     def over(self, comm: Communicator) -> list[tuple[Piece, Payload]]:
         message = _message([payload.data for _, payload in self.results], self.buckets)
-        self.told.tell_sums([payload.entries for _, payload in self.results])
+        self.entry_counts.tell_sums([payload.entries for _, payload in self.results])
         with comm.tagged(self.tag):
-            gathered = comm.all_gather(message, ragged=self.told.lengths)
-        return [(piece, payload) for piece, (payload,) in self.told.by_piece(gathered, self.shards.of_owner)]
+            gathered = comm.all_gather(message, ragged=self.entry_counts.lengths)
+        return [(piece, payload) for piece, (payload,) in self.entry_counts.by_piece(gathered, self.shards.of_owner)]
 
 
 # of each piece that a rank owns, when it asks for the next: a call for it, the sum, and the entries of each part
@@ -117,7 +117,7 @@ def two_phase_program(
     codec: ShardCodec,
     comm: Communicator,
     owned: Owned,
-    borders: Borders,
+    bounds: ShardBounds,
     tag: MessageTag,
     watches: Sequence[Watch] = (),
 ) -> Exchange:
@@ -132,7 +132,7 @@ def two_phase_program(
         codec: the same, as it takes part.
         comm: the ranks; here it only waits for a GPU, and tells other hosts what that has counted.
         owned: empty at first; the same at every step.
-        borders: of the shards; the same at every step.
+        bounds: of the shards; the same at every step.
         tag: of the messages of all buckets.
         watches: are shown what this rank sends.
 
@@ -141,22 +141,22 @@ def two_phase_program(
         >>> from distopt import run_ranks
         >>> from distopt.comm.message import UNTAGGED
         >>> from distopt.compress import ExchangeContext, TopK
-        >>> from distopt.exchange.cut import Borders
+        >>> from distopt.exchange.sharding import ShardBounds
         >>> from distopt.exchange.program import run
         >>> def main(comm):
         ...     x = np.zeros(192, np.float32)
         ...     x[64 * comm.rank] = x[1] = comm.rank + 1
         ...     context = ExchangeContext(rank=comm.rank, size=comm.size)
         ...     top, buckets = TopK(0.01), [(x, {}, context, UNTAGGED)]
-        ...     run(two_phase_program(buckets, top, top.sharded(), comm, {}, Borders(), UNTAGGED), comm)
+        ...     run(two_phase_program(buckets, top, top.sharded(), comm, {}, ShardBounds(), UNTAGGED), comm)
         ...     return np.flatnonzero(x).tolist(), x[x != 0].tolist()
         >>> run_ranks(3, main)[0]
         ([0, 1, 64, 128], [1.0, 6.0, 2.0, 3.0])
     """
     layouts = [codec.cut(layout_of(x, context), context) for x, _, context, _ in buckets]
-    shards = cut_for(codec, layouts, buckets[0][2].size, borders.starts)
+    shards = cut_for(codec, layouts, buckets[0][2].size, bounds.starts)
     itemsizes = [x.itemsize for x, _, _, _ in buckets]
-    told = Headers(codec, itemsizes) if comm.gpu is None else Told(codec, itemsizes, shards, comm)
+    entry_counts = HostCounts(codec, itemsizes) if comm.gpu is None else DeviceCounts(codec, itemsizes, shards, comm)
     put_back = []
 
     def labelled(payloads: Sequence[tuple[Piece, Payload]]) -> MessageTag:
@@ -186,7 +186,7 @@ def two_phase_program(
             for watch in watches:
                 watch.after(bucket, codec, pieces, of_bucket)
             payloads += zip(pieces, of_bucket, strict=True)
-        return ToOwners(payloads, counts, buckets, shards, told, labelled(payloads))
+        return ToOwners(payloads, counts, buckets, shards, entry_counts, labelled(payloads))
 
     # no name holds what is sent, so that a rank that waits in one process with others keeps none of it
     sums: Sums = yield (yield from sent())
@@ -197,12 +197,12 @@ def two_phase_program(
         if codec.memory is not None:
             memory = decayed(piece.of(state_array(state, OWED, x)), codec.memory, here)
         results.append((piece, codec.compress_sum(total, memory, counts, piece, here)))
-    gathered: list[tuple[Piece, Payload]] = yield ToAll(results, buckets, shards, told, labelled(results))
+    gathered: list[tuple[Piece, Payload]] = yield ToAll(results, buckets, shards, entry_counts, labelled(results))
     received: list[list[Payload]] = [[] for _ in buckets]
     for piece, payload in gathered:
         received[piece.bucket].append(payload)
     if codec.ragged:
-        borders.see(shards, [payload.entries for _, payload in gathered], buckets[0][2].step)
+        bounds.see(shards, [payload.entries for _, payload in gathered], buckets[0][2].step)
     of_buckets = zip(received, buckets, shards.of_bucket, strict=True)
     cut_up = [(payloads, x, context, pieces) for payloads, (x, _, context, _), pieces in of_buckets if pieces]
     if cut_up:

@@ -20,7 +20,7 @@ class UncompressedMembers:
 
     Attributes:
         all, none: are these all members, or none?
-        flat: their values, one behind the other; x itself if these are all.
+        flat: their values, one after the other; x itself if these are all.
         members: their places in ``flat``.
     """
 

@@ -13,9 +13,9 @@ from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress.shards import Payload, Piece, parts
 from distopt.exchange.all_gather import Gather, SumOfPayloads, sum_payloads
+from distopt.exchange.entry_counts import message_bytes
 from distopt.exchange.program import Exchange, Sum
 from distopt.exchange.step_traffic import asked, message
-from distopt.exchange.told import message_bytes
 from distopt.exchange.two_phase import Sums, ToAll, ToOwners
 from distopt.kernels.breakdown import LazyBreakdown
 
@@ -215,13 +215,13 @@ class OwnedInTurn:
                 continue
             if not first:
                 device.clear(part)
-            found.told.codec.decompress([payloads], [part], [context], [pieces], summed=False)
+            found.entry_counts.codec.decompress([payloads], [part], [context], [pieces], summed=False)
             if not first:
                 kernels.accumulate(part, self._totals[number])
 
     def answer(self) -> list[tuple[Piece, Payload]]:
         """Resume the owners of shards until each has sent its sums, and return what all have sent."""
-        codec, shards, counts = self._first.told.codec, self._first.shards, dict[Piece, np.ndarray]()
+        codec, shards, counts = self._first.entry_counts.codec, self._first.shards, dict[Piece, np.ndarray]()
         for pieces, of_bucket in zip(shards.of_bucket, self._counts, strict=True):
             ends = np.cumsum([parts(codec, piece) for piece in pieces])
             counts |= dict(zip(pieces, np.split(of_bucket, ends[:-1]), strict=True)) if pieces else {}
@@ -240,7 +240,7 @@ class OwnedInTurn:
         for piece in pieces:
             here, total = piece.context(self._first.buckets[piece.bucket][2]), self._totals[piece.bucket]
             if self._kept:
-                self._first.told.codec.add(self._kept[piece], piece.of(total), piece, here)
+                self._first.entry_counts.codec.add(self._kept[piece], piece.of(total), piece, here)
             yield piece, here, piece.of(total), counts[piece]
 
     def write(self, meter: Meter, tag: MessageTag) -> None:

@@ -19,8 +19,8 @@ from distopt.engine.hooks import StepHook
 from distopt.exchange import TwoPhase
 from distopt.exchange.all_gather import gather_program
 from distopt.exchange.all_reduce import TravellingBucket, reduce_program
-from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import Shares
+from distopt.exchange.sharding import ShardBounds
 from distopt.exchange.step_traffic import messages_inside
 from distopt.exchange.two_phase import Owned, two_phase_program
 from distopt.kernels.layout import BucketLayout
@@ -56,7 +56,7 @@ class SequentialBuckets:
         compressor: what is sent of them.
         phases: the exchange in two phases; None if no bucket takes part in one.
         owned: of each rank, what it owned of each bucket in the last step.
-        borders: of the shards.
+        bounds: of the shards.
         break_even: a bucket is all-reduced as dense where that is less.
         tag: of messages of all buckets.
         hooks: of the step; some observe what is sent.
@@ -66,7 +66,7 @@ class SequentialBuckets:
         >>> from distopt.compress import ExchangeContext, TopK
         >>> from distopt.exchange.choice import TwoPhase
         >>> phases = TwoPhase(TopK(0.5).sharded(), (0,))
-        >>> exchange = SequentialBuckets(TopK(0.5), phases, [{}, {}], Borders(), True, UNTAGGED)
+        >>> exchange = SequentialBuckets(TopK(0.5), phases, [{}, {}], ShardBounds(), True, UNTAGGED)
         >>> x = np.empty(2, np.float32)
         >>> for rank, gradient in enumerate(([1, 2], [-3, 0])):
         ...     x[:] = gradient
@@ -81,12 +81,12 @@ class SequentialBuckets:
         compressor: Compressor,
         phases: TwoPhase | None,
         owned: Sequence[Owned],
-        borders: Borders,
+        bounds: ShardBounds,
         break_even: bool,
         tag: MessageTag,
         hooks: Sequence[StepHook] = (),
     ):
-        self._compressor, self._phases, self._owned, self._borders = compressor, phases, owned, borders
+        self._compressor, self._phases, self._owned, self._bounds = compressor, phases, owned, bounds
         self._break_even, self._tag, self._rank = break_even, tag, 0
         self._watches = [watch for hook in hooks if phases and (watch := hook.watch_shards(compressor))]
         self._observers = [hook.observer for hook in hooks if isinstance(hook, QualityHook)]
@@ -103,7 +103,7 @@ class SequentialBuckets:
             self._alone = [(LockStep(bucket[2].scratch), self._observed(), bucket) for bucket in alone]
         if self._phases and self._together:
             there, owned = [buckets[k] for k in numbers], self._owned[self._rank]
-            arguments = self._phases.codec, self._here, owned, self._borders, self._tag, self._watches
+            arguments = self._phases.codec, self._here, owned, self._bounds, self._tag, self._watches
             self._together.add(two_phase_program(there, self._compressor, *arguments))
         for (turns, compressor, _), (x, state, context, tag) in zip(self._alone, alone, strict=True):
             if compressor.traits.stateful:
@@ -151,7 +151,7 @@ class SequentialNodes:
     Example:
         >>> from distopt.comm.message import UNTAGGED
         >>> from distopt.compress import BucketContext, Dense, ExchangeContext
-        >>> columns = [SequentialBuckets(Dense(), None, [], Borders(), True, UNTAGGED) for _ in range(2)]
+        >>> columns = [SequentialBuckets(Dense(), None, [], ShardBounds(), True, UNTAGGED) for _ in range(2)]
         >>> exchange = SequentialNodes([[0], []], 2, columns, [[{}]] * 4)
         >>> memory, x = {}, np.empty(2, np.float32)
         >>> keep = lambda name, nbytes: memory.setdefault(name, np.empty(nbytes, np.uint8))

@@ -33,8 +33,8 @@ from distopt.engine.reducers import Reducer, Reducers, Vote
 from distopt.engine.spec import GradientHook, Options, StepSpec, among, shows
 from distopt.engine.undo import Undo
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import NodeExchange, node_ranks
+from distopt.exchange.sharding import ShardBounds
 from distopt.exchange.two_phase import Owned
 from distopt.lab.observe.hook import QualityHook
 from distopt.lab.sequential_step import SequentialBuckets, SequentialExchange, SequentialNodes, move_states
@@ -179,7 +179,7 @@ class VirtualLosses:
             self._undo.keep_state(state)
 
     def put_states_back(self) -> None:
-        """Let what compressors keep be what it was when it was copied."""
+        """Put back what compressors keep, as it was when it was copied."""
         self._undo.undo()
 
     def pairs(self, rank: int) -> list[Any]:
@@ -340,7 +340,7 @@ class SequentialReducers(Reducers):
             if by_nodes:
                 return self._by_nodes(by_nodes, buckets, spec)
             phases, tag = self.two_phases(compressor, spec), self._engine.step_context.tag()
-            of_step = self._owned_by_rank, self.borders, spec.break_even, tag, self._engine.hooks
+            of_step = self._owned_by_rank, self.bounds, spec.break_even, tag, self._engine.hooks
             return SequentialBuckets(compressor, phases, *of_step)
 
         sent = by_nodes.compressor if by_nodes else compressor
@@ -354,7 +354,7 @@ class SequentialReducers(Reducers):
         columns, tag = list[SequentialBuckets](), self._engine.step_context.tag()
         for place, phases in enumerate(plan.phases):
             owned = self._owned_by_rank[place::per_node]
-            columns.append(SequentialBuckets(plan.compressor, phases, owned, Borders(), spec.break_even, tag))
+            columns.append(SequentialBuckets(plan.compressor, phases, owned, ShardBounds(), spec.break_even, tag))
         return SequentialNodes(plan.shares, self._ranks.size // per_node, columns, kept)
 
 

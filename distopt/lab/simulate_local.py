@@ -21,7 +21,7 @@ class LocalSimulation:
 
     The ranks go one after the other through the same steps and exchanges; parameters have the bits that P ranks get
     with ``deterministic=True``.  Each rank has parameters and an optimizer of its own.  When it is a rank's turn, its
-    parameters are in the arrays that the losses give; behind a call rank 0's are.
+    parameters are in the arrays that the losses give; after a call rank 0's are.
 
     Args:
         size: the number of ranks.
@@ -84,7 +84,7 @@ class LocalSimulation:
         self._local: list[dict[str, np.ndarray]] = []  # the parameters of each rank, but for the one whose turn it is
 
     def __call__(self, losses: Losses) -> bool:
-        """Make one local step of each rank, and the exchange that is due behind it.
+        """Make one local step of each rank, and the exchange that is due after it.
 
         Args:
             losses: returns what a rank would give to its own ``LocalSteps``.

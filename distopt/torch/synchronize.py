@@ -434,7 +434,7 @@ class Synchronizer(GradientExchange):
         value = loss.item() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
         report = float(value).hex() if isinstance(value, int | float) else "nothing"
         agreement, progress = self.engine.agreement, self.engine.progress
-        line = [f"the loss of a closure, behind exchange number {progress.calls}"]
+        line = [f"the loss of a closure, after exchange number {progress.calls}"]
         reports = agreement.vote_on_lines(progress.name, line, None, report, ", the loss of its closure")
         if "nothing" in reports:
             return loss

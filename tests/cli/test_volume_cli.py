@@ -18,7 +18,7 @@ from distopt.lab import advise, buckets, forecast, mode, network, shapes
 from distopt.lab.commands import plotting
 from distopt.lab.commands.volume import bar
 from distopt.lab.cost import ALGORITHMS, Link
-from distopt.lab.fit import Fit, Line, Piece
+from distopt.lab.fit import Fit, Line, Segment
 from distopt.lab.tape import Tape
 from distopt.lab.tape.join import join
 from distopt.lab.tape.recorder import request
@@ -211,7 +211,7 @@ def test_advise_takes_gradients_from_the_last_layer_to_the_first(capsys):
 
 def test_volume_and_advise_use_a_measured_network(tmp_path, small, capsys):
     """An all-reduce of two ranks: two messages, and all bytes once."""
-    line = Line(0.0, (Piece(0.0, 0.002, 1e-6),), ((1 << 20, 1.0),))
+    line = Line(0.0, (Segment(0.0, 0.002, 1e-6),), ((1 << 20, 1.0),))
     lines = dict.fromkeys(ALGORITHMS, line)
     Fit(Link("measured on 2 ranks", 0.001, 1e6, 0.0), lines, {"ranks": 2}).write(tmp_path / "fit.json")
     out = tmp_path / "out.json"

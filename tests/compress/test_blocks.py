@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 import laws
 from distopt import DistOpt, LocalSteps, Parameter, kernels, run_ranks, simulate
 from distopt.compress import BucketContext, DeviceContext, ErrorFeedback, ExchangeContext, Int4, Int8
-from distopt.exchange.cut import cut
+from distopt.exchange.sharding import cut
 from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.optim import SGD
 

@@ -19,9 +19,9 @@ from distopt.compress import (
     TopK,
 )
 from distopt.exchange import two_phases
-from distopt.exchange.cut import cut_for
+from distopt.exchange.entry_counts import DeviceCounts
+from distopt.exchange.sharding import cut_for
 from distopt.exchange.step_traffic import step_messages
-from distopt.exchange.told import Told
 from distopt.kernels.layout import BucketLayout
 from distopt.lab.models import resnet50
 from distopt.optim import SGD
@@ -162,7 +162,7 @@ def test_nobody_is_told_how_many_entries_there_are_unless_all_of_a_sum_are_sent(
     for reselect in (True, False):
         codec = Packed(Chunks(8, 64, reselect)).sharded()
         shards = cut_for(codec, layouts, 4, ())
-        told = Told(codec, [4], shards, Silent())
+        told = DeviceCounts(codec, [4], shards, Silent())
         told.tell(np.zeros(0, np.int64))
         mine = shards.of_owner[1]
         assert told.lengths == [sum(codec.payload_bytes(codec.known_entries(p, False), p, 4, False) for p in mine)] * 4

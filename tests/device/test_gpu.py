@@ -6,10 +6,10 @@ import pathlib
 
 import numpy as np
 import pytest
-from test_borders import COMPRESSORS, crowded, go_on
-from test_borders import train as train_crowded
 from test_mixed_precision import MODES, PARTIAL, RULES, partial_masters
 from test_mixed_precision import train as train_narrow
+from test_shard_bounds import COMPRESSORS, crowded, go_on
+from test_shard_bounds import train as train_crowded
 from test_two_phase import in_two_dtypes
 
 import laws

@@ -61,9 +61,9 @@ def test_each_part_says_what_a_step_replaces(compressor, clip_norm):
         engine, found = opt.engine, set()
         parts = [engine, engine.progress, engine.accumulator, engine.nonfinite.policy, engine.nonfinite, engine.means]
         for _ in range(6):
-            before = [dict(vars(part)) for part in (*parts, engine.reducers.borders)]
+            before = [dict(vars(part)) for part in (*parts, engine.reducers.bounds)]
             opt.step(pairs, compressor, exchange="two_phase")
-            for part, values in zip((*parts, engine.reducers.borders), before, strict=True):
+            for part, values in zip((*parts, engine.reducers.bounds), before, strict=True):
                 now = vars(part)
                 replaced = {name for name in now if name not in values or now[name] is not values[name]}
                 found |= {f"{type(part).__name__}.{name}" for name in replaced - set(part.CHANGES)}

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distopt.exchange.cut import Cut, cut
+from distopt.exchange.sharding import Sharding, cut
 from distopt.kernels.layout import BucketLayout
 
 
@@ -21,7 +21,7 @@ def layout(number, sizes):
 )
 def test_every_element_has_one_owner_and_shards_are_of_one_size(buckets, ranks, block):
     layouts = [layout(number, sizes) for number, sizes in enumerate(buckets)]
-    shards = Cut(layouts, ranks, block)
+    shards = Sharding(layouts, ranks, block)
     for number, members in enumerate(layouts):
         owners = np.zeros(members.extent, int)
         for piece in shards.of_bucket[number]:
@@ -41,7 +41,7 @@ def test_every_element_has_one_owner_and_shards_are_of_one_size(buckets, ranks, 
 
 
 def test_pieces_count_their_members_from_their_start():
-    shards = Cut([layout(0, [100, 300])], 2, 64)
+    shards = Sharding([layout(0, [100, 300])], 2, 64)
     first, second = shards.of_bucket[0]
     assert (first.start, first.stop, second.start, second.stop) == (0, 240, 240, 412)
     assert first.layout.records["offset"].tolist() == [0, 112]

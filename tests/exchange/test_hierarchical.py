@@ -24,8 +24,8 @@ from distopt.compress import (
     TopK,
     TwoBit,
 )
-from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import share_out
+from distopt.exchange.sharding import ShardBounds
 from distopt.lab import buckets as planned
 from distopt.lab import mode, step_ledger
 from distopt.optim import SGD
@@ -65,7 +65,7 @@ def two_phases_between(monkeypatch):
 def test_nodes_have_the_bits_of_as_many_ranks_with_their_sums(compressor, nodes, monkeypatch):
     """A node of two ranks is a rank with twice the gradient, and with a compressor that is meant for that."""
     two_phases_between(monkeypatch)
-    monkeypatch.setattr(Borders, "see", lambda *_: None)  # between nodes they stay
+    monkeypatch.setattr(ShardBounds, "see", lambda *_: None)  # between nodes they stay
     one_bucket = {"threshold": 10000}
 
     def sums(node, step):
@@ -91,7 +91,7 @@ def test_nodes_have_the_bits_of_as_many_ranks_with_their_sums(compressor, nodes,
 @pytest.mark.parametrize("compressor", SENDERS, ids=repr)
 def test_nodes_of_one_rank_are_no_nodes(compressor, monkeypatch):
     two_phases_between(monkeypatch)
-    monkeypatch.setattr(Borders, "see", lambda *_: None)  # between nodes they stay
+    monkeypatch.setattr(ShardBounds, "see", lambda *_: None)  # between nodes they stay
 
     def main(comm):
         return [trained(on_nodes(comm, 1), compressor, 3, exchanges=(e,))[0] for e in ("nodes", "auto")]

@@ -153,7 +153,7 @@ def test_the_fitted_link_holds_for_small_and_large_arrays():
 
 
 def test_more_bytes_never_take_less():
-    steps = [fit.Piece(0, 1.0, 0.0), fit.Piece(10, 0.0, 0.5), fit.Piece(20, 2.0, 1.0)]
+    steps = [fit.Segment(0, 1.0, 0.0), fit.Segment(10, 0.0, 0.5), fit.Segment(20, 2.0, 1.0)]
     assert [predicted(steps, n) for n in (0, 9, 10, 11, 14, 19, 20, 22, 24, 30)] == [
         1,
         1,

@@ -28,7 +28,7 @@ from distopt.compress import (
     Traits,
     TwoBit,
 )
-from distopt.exchange.cut import Borders
+from distopt.exchange.sharding import ShardBounds
 from distopt.kernels.layout import BucketLayout
 from distopt.lab.experiment import CsvFile, Experiment, JsonLines, TensorBoard, read
 from distopt.lab.observe.quality import BLOCK, Quality
@@ -169,7 +169,7 @@ def test_in_two_phases_what_each_rank_sends_is_observed(case, monkeypatch):
 
     Borders stay, as a rank also sends what it owed of a part that it gives away.
     """
-    monkeypatch.setattr(Borders, "see", lambda *_: None)
+    monkeypatch.setattr(ShardBounds, "see", lambda *_: None)
     compressor, make = CASES[case]
 
     def train(step_of, seen, params, opt):

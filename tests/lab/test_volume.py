@@ -35,7 +35,7 @@ from distopt.lab import (
 )
 from distopt.lab.break_even import bandwidth, density, pays, ranks
 from distopt.lab.cost import LINKS, Link
-from distopt.lab.fit import Fit, Line, Piece
+from distopt.lab.fit import Fit, Line, Segment
 from distopt.optim import SGD
 
 FIXED = "dense half bfloat16 int8 int4 1bit 2bit=0.25 topk=0.1 topk=0.9 topk=0.05+per-tensor".split()
@@ -539,7 +539,7 @@ def test_one_rank_more_or_less_makes_no_jump(per_node):
 
 def test_advice_on_a_measured_network_uses_the_fit():
     """A fit predicts as it says; there is no bandwidth of it to vary."""
-    line = Line(0.0, (Piece(0.0, 1e-4, 1e-9),), ((1 << 25, 0.03),))
+    line = Line(0.0, (Segment(0.0, 1e-4, 1e-9),), ((1 << 25, 0.03),))
     measured = Fit(Link("measured", 1e-4, 1e9, 0.0), dict.fromkeys(cost.ALGORITHMS, line), {"ranks": 4})
     advice = advise(MODEL, 4, measured, "half", measure=None)
     nbytes = [b.extent * 4 for b in MODEL]

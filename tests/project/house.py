@@ -125,6 +125,16 @@ STEPS = {
 WITH_TORCH = {"dt.synchronize, dense": of_synchronize}
 
 
+def classes():
+    """The modules in which a class of each name stands."""
+    found = collections.defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path.relative_to(PACKAGE)))
+    return found
+
+
 def names():
     """How many public names each interface has."""
     return {kind.__name__: {"names": sum(not name.startswith("_") for name in dir(kind))} for kind in INTERFACES}

@@ -24,6 +24,11 @@ def test_interfaces_have_no_more_names_and_packages_no_more_lines():
     assert house.above(house.names(), house.bounds("names")) + house.above(house.lines(), house.bounds("lines")) == []
 
 
+def test_no_class_has_the_name_of_another_one():
+    places = house.classes()
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_what_is_above_its_bound_is_told():
     most = {"dense": {"calls": 3}}
     assert house.above({"dense": {"calls": 3, "comments": 9}}, most) == []

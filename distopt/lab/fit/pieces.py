@@ -11,7 +11,7 @@ MAX_PIECES = 5  # pieces at most
 FEWEST = 3  # points of a piece: any two lie on a line
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A line of time over bytes, from ``least`` bytes on.
 
     MPI changes its protocol with the size, and many networks let a burst through before they are as slow as they are.
@@ -23,8 +23,8 @@ class Piece(NamedTuple):
         per_byte: the seconds for each byte beyond.
 
     Example:
-        >>> from distopt.fit import Piece
-        >>> round(Piece(least=0.0, seconds=1e-5, per_byte=1e-9).of(1e6), 6)
+        >>> from distopt.fit import Segment
+        >>> round(Segment(least=0.0, seconds=1e-5, per_byte=1e-9).of(1e6), 6)
         0.00101
     """
 
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
         return self.seconds + self.per_byte * (nbytes - self.least)
 
 
-def predicted(pieces: Sequence[Piece], nbytes: float) -> float:
+def predicted(pieces: Sequence[Segment], nbytes: float) -> float:
     """Return the seconds of so many bytes; more bytes never take less time, however noisy the pieces are."""
     reached = [p for p in pieces if p.least <= nbytes]
     ends = [*(p.least for p in reached[1:]), nbytes]
@@ -63,7 +63,7 @@ def least_squares(rows: np.ndarray) -> np.ndarray:
     return np.asarray(best / np.where(scale > 0, scale, 1))
 
 
-def pieces(nbytes: np.ndarray, seconds: np.ndarray) -> list[Piece]:
+def pieces(nbytes: np.ndarray, seconds: np.ndarray) -> list[Segment]:
     """Fit as few lines as describe measured times well, of ascending bytes; both are (n,)."""
     # Of all ways to cut the points into so many pieces it takes the one with the least sum of squares of relative
     # errors (Bellman, 1961), and adds pieces until the largest relative error is at most 5 %, up to five pieces.
@@ -88,7 +88,7 @@ def pieces(nbytes: np.ndarray, seconds: np.ndarray) -> list[Piece]:
         best = longer
     lines = []
     for a, b in itertools.pairwise([*best[total][1], total]):
-        lines.append(Piece(float(bounds[a]), *least_squares(_beyond(bounds[a], rows[a:b])).tolist()))
+        lines.append(Segment(float(bounds[a]), *least_squares(_beyond(bounds[a], rows[a:b])).tolist()))
     return lines
 
 

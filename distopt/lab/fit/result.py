@@ -18,7 +18,7 @@ from distopt.lab.cost import Link
 from distopt.lab.cost.links import checked
 from distopt.lab.fit.measure import Clock, Point, measure
 from distopt.lab.fit.one_link import one_link
-from distopt.lab.fit.pieces import Piece, pieces, predicted
+from distopt.lab.fit.pieces import Segment, pieces, predicted
 from distopt.version import __version__
 
 FORMAT = "distopt fit 2"
@@ -34,13 +34,13 @@ class Line(NamedTuple):
         points: the measured (bytes, seconds).
 
     Example:
-        >>> from distopt.fit import Line, Piece
-        >>> Line(0.0, (Piece(0.0, 1e-5, 1e-9),), ((8, 1e-5),)).residual
+        >>> from distopt.fit import Line, Segment
+        >>> Line(0.0, (Segment(0.0, 1e-5, 1e-9),), ((8, 1e-5),)).residual
         0.0
     """
 
     residual: float
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Segment, ...]
     points: tuple[tuple[int, float], ...]
 
 
@@ -54,8 +54,8 @@ class Fit(NamedTuple):
 
     Example:
         >>> from distopt import cost
-        >>> from distopt.fit import Fit, Line, Piece
-        >>> line = Line(0.0, (Piece(0.0, 1e-5, 1e-9),), ((8, 1e-5),))
+        >>> from distopt.fit import Fit, Line, Segment
+        >>> line = Line(0.0, (Segment(0.0, 1e-5, 1e-9),), ((8, 1e-5),))
         >>> measured = Fit(cost.link("10GbE"), dict.fromkeys(cost.ALGORITHMS, line), {"ranks": 2})
         >>> round(measured.seconds("all_reduce", 1e6, size=2), 6)
         0.00101
@@ -171,8 +171,8 @@ def read(path: str | Path) -> Fit:
     Example:
         >>> import pathlib, tempfile
         >>> from distopt import cost
-        >>> from distopt.fit import Fit, Line, Piece, read
-        >>> line = Line(0.0, (Piece(0.0, 1e-5, 1e-9),), ((8, 1e-5),))
+        >>> from distopt.fit import Fit, Line, Segment, read
+        >>> line = Line(0.0, (Segment(0.0, 1e-5, 1e-9),), ((8, 1e-5),))
         >>> measured = Fit(cost.link("10GbE"), dict.fromkeys(cost.ALGORITHMS, line), {"ranks": 2})
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     measured.write(pathlib.Path(folder) / "fit.json")
@@ -198,7 +198,7 @@ def read(path: str | Path) -> Fit:
 
 def _line_of(verb: str, entry: dict[str, Any]) -> Line:
     """Parse a verb's part of a file; ValueError, TypeError or KeyError if it is malformed."""
-    lines = tuple(Piece(*(check_float(name, piece[name]) for name in Piece._fields)) for piece in entry["pieces"])
+    lines = tuple(Segment(*(check_float(name, piece[name]) for name in Segment._fields)) for piece in entry["pieces"])
     begins = [piece.least for piece in lines]
     if begins[:1] != [0] or begins != sorted(set(begins)):
         raise ValueError(f"the first piece of {verb} must begin at 0 bytes, and each where the one before ends")

@@ -9,7 +9,7 @@ from distopt import device
 from distopt.comm import Communicator
 from distopt.compress import ExchangeContext
 from distopt.compress.shards import Payload, Piece, ShardCodec, parts
-from distopt.exchange.cut import Cut
+from distopt.exchange.sharding import Sharding
 
 ALIGNED = 8  # a payload in a message begins at a multiple of so many bytes
 
@@ -36,7 +36,7 @@ class PlaceCounts:
         context: the call for any of them, in whose memory they are counted.
     """
 
-    def __init__(self, codec: ShardCodec, shards: Cut, context: ExchangeContext):
+    def __init__(self, codec: ShardCodec, shards: Sharding, context: ExchangeContext):
         lengths = [len(codec.edges(pieces)) if pieces else 0 for pieces in shards.of_bucket]
         self._ends = list(itertools.accumulate(lengths, initial=0))
         self._places: np.ndarray = context.bucket.scratch("places", 8 * self._ends[-1]).view(np.int64)
@@ -51,7 +51,7 @@ class PlaceCounts:
         It does not wait where there are none, since all lengths are known.
 
         Args:
-            comm: on whose stream they are found, behind sums over its ranks.
+            comm: on whose stream they are found, after sums over its ranks.
 
         Raises:
             RuntimeError: a collective has failed, or a rank has ended.
@@ -63,7 +63,7 @@ class PlaceCounts:
         return [places[a + 1 : b] - places[a : max(a, b - 1)] for a, b in itertools.pairwise(self._ends)]
 
 
-class Headers:
+class HostCounts:
     """What the headers of payloads on the host say.
 
     Args:
@@ -116,7 +116,7 @@ class Headers:
         return list(found.items())
 
 
-class Told(Headers):
+class DeviceCounts(HostCounts):
     """What the ranks' hosts tell each other, since no host sees the headers of payloads on GPUs.
 
     Args:
@@ -126,7 +126,7 @@ class Told(Headers):
         comm: the ranks.
     """
 
-    def __init__(self, codec: ShardCodec, itemsizes: Sequence[int], shards: Cut, comm: Communicator):
+    def __init__(self, codec: ShardCodec, itemsizes: Sequence[int], shards: Sharding, comm: Communicator):
         super().__init__(codec, itemsizes)
         self._shards, self._comm = shards, comm
         pieces = [piece for pieces in shards.of_bucket for piece in pieces]
@@ -145,8 +145,8 @@ class Told(Headers):
         self._summed = True
         if not self._known():
             padding = [0] * (max(map(len, self._shards.of_owner)) - len(entries))  # all texts have as many numbers
-            for pieces, told in zip(self._shards.of_owner, self._gathered([*entries, *padding]), strict=True):
-                self._sums |= dict(zip(pieces, told, strict=False))
+            for pieces, counts in zip(self._shards.of_owner, self._gathered([*entries, *padding]), strict=True):
+                self._sums |= dict(zip(pieces, counts, strict=False))
         self.lengths = [self._message_bytes(owner, pieces) for owner, pieces in enumerate(self._shards.of_owner)]
 
     def counts(self, piece: Piece) -> np.ndarray | None:
@@ -160,7 +160,7 @@ class Told(Headers):
         return self._sums[piece] if self._summed else int(self._counts[sender, self._rows[piece]].sum())
 
     def _known(self) -> bool:
-        """Tell if nothing has to be told in this phase."""
+        """Tell if all is known already in this phase."""
         return all(self.codec.known_entries(piece, self._summed) is not None for piece in self._rows)
 
     def _message_bytes(self, sender: int, pieces: Sequence[Piece]) -> int:

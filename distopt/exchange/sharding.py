@@ -11,12 +11,12 @@ import numpy as np
 from distopt.compress.shards import Piece, ShardCodec
 from distopt.kernels.layout import BucketLayout
 
-Starts = tuple[int, ...]  # the first element of each shard, in all members one behind the other, and their end
-FULLEST = 5, 4  # borders move if the fullest shard has more than 5 / 4 of the mean entries; all wait for its owner
+Starts = tuple[int, ...]  # the first element of each shard, in all members one after the other, and their end
+FULLEST = 5, 4  # bounds move if the fullest shard has more than 5 / 4 of the mean entries; all wait for its owner
 LONGEST = 9  # times the mean elements: an owner adds and selects among all of its shard, however few entries there are
 
 
-class Cut:
+class Sharding:
     """A plan that was cut into shards: a pure function of the plan, the number of ranks, the block, and the starts.
 
     Args:
@@ -29,12 +29,12 @@ class Cut:
         of_bucket: the pieces of each bucket, in order.
         of_owner: the pieces of each rank's shard, in order.
         sizes: the elements of each rank's shard.
-        members: all members of all buckets that are cut, one behind the other.
+        members: all members of all buckets that are cut, one after the other.
 
     Example:
         >>> import numpy as np
         >>> two = [BucketLayout([name], [(256,)], [0], np.float32) for name in "ab"]
-        >>> [(p.owner, p.bucket, p.start, p.stop) for pieces in Cut(two, 3, 64).of_owner for p in pieces]
+        >>> [(p.owner, p.bucket, p.start, p.stop) for pieces in Sharding(two, 3, 64).of_owner for p in pieces]
         [(0, 0, 0, 192), (1, 0, 192, 256), (1, 1, 0, 64), (2, 1, 64, 256)]
     """
 
@@ -45,7 +45,7 @@ class Cut:
         total = int(sizes.sum())
         if len(starts) != ranks + 1 or starts[-1] != total:
             starts = tuple(total * rank // ranks for rank in range(ranks + 1))
-        members, elements = _borders(sizes, starts, block)
+        members, elements = _bounds(sizes, starts, block)
         self.sizes: list[int] = np.diff(np.cumsum([0, *sizes])[members] + elements).tolist()
         for number, layout in enumerate(layouts):
             begins, count = layout.records["offset"], len(layout.names)
@@ -63,8 +63,8 @@ class Cut:
         )
 
 
-def _borders(sizes: np.ndarray, starts: Starts, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each shard begins, and where the last one ends: in which member, and behind how many elements."""
+def _bounds(sizes: np.ndarray, starts: Starts, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each shard begins, and where the last one ends: in which member, and after how many elements."""
     ends, wanted = np.cumsum(sizes), np.array(starts)
     members = np.searchsorted(ends, wanted, "right")
     inside = members < sizes.size
@@ -76,35 +76,35 @@ def _borders(sizes: np.ndarray, starts: Starts, block: int) -> tuple[np.ndarray,
 
 
 @functools.lru_cache(16)
-def cut(layouts: tuple[BucketLayout, ...], ranks: int, block: int, starts: Starts = ()) -> Cut:
-    """Return the ``Cut`` of these layouts, which is kept for the next step.
+def cut(layouts: tuple[BucketLayout, ...], ranks: int, block: int, starts: Starts = ()) -> Sharding:
+    """Return the ``Sharding`` of these layouts, which is kept for the next step.
 
     Args:
-        layouts: as of ``Cut``.
-        ranks: as of ``Cut``.
-        block: as of ``Cut``.
-        starts: as of ``Cut``.
+        layouts: as of ``Sharding``.
+        ranks: as of ``Sharding``.
+        block: as of ``Sharding``.
+        starts: as of ``Sharding``.
     """
-    return Cut(layouts, ranks, block, starts)
+    return Sharding(layouts, ranks, block, starts)
 
 
-def cut_for(codec: ShardCodec, layouts: Sequence[BucketLayout], ranks: int, starts: Starts) -> Cut:
+def cut_for(codec: ShardCodec, layouts: Sequence[BucketLayout], ranks: int, starts: Starts) -> Sharding:
     """Return the shards of an exchange; they are of as many elements where a codec sends all elements.
 
     Args:
         codec: a compressor, as it takes part.
-        layouts: as of ``Cut``.
-        ranks: as of ``Cut``.
+        layouts: as of ``Sharding``.
+        ranks: as of ``Sharding``.
         starts: where shards of as many entries begin.
     """
     return cut(tuple(layouts), ranks, codec.block, starts if codec.ragged else ())
 
 
-class Borders:
-    """Where shards begin, from step to step: borders move to where entries are, on all ranks alike, without a message.
+class ShardBounds:
+    """Where shards begin, from step to step: bounds move to where entries are, on all ranks alike, without a message.
 
     Large gradients lie together, and so do entries.  In the second phase every rank gets every owner's payload, and
-    sees how many entries each piece has had.  Borders move after updates 1, 2, 4, 8 ... only, since each move has a
+    sees how many entries each piece has had.  Bounds move after updates 1, 2, 4, 8 ... only, since each move has a
     price: what an owner has not sent of the part that it gives away becomes a residual of its own.  Gradients move
     fast while a training is young, so that moves are seldom when they cost more than they gain.
 
@@ -114,10 +114,10 @@ class Borders:
 
     Example:
         >>> import numpy as np
-        >>> layouts, borders = (BucketLayout(["w"], [(1024,)], [0], np.float32),), Borders()
-        >>> borders.see(cut(layouts, 2, 64), entries=[9, 1], step=0)
-        >>> borders.settle(step=1)
-        >>> cut(layouts, 2, 64, borders.starts).sizes
+        >>> layouts, bounds = (BucketLayout(["w"], [(1024,)], [0], np.float32),), ShardBounds()
+        >>> bounds.see(cut(layouts, 2, 64), entries=[9, 1], step=0)
+        >>> bounds.settle(step=1)
+        >>> cut(layouts, 2, 64, bounds.starts).sizes
         [320, 704]
     """
 
@@ -126,10 +126,10 @@ class Borders:
     def __init__(self) -> None:
         self.starts: Starts = ()
         self.lines: list[str] = []
-        self._next: tuple[int, Starts] | None = None  # the starts behind this update, if it is applied
+        self._next: tuple[int, Starts] | None = None  # the starts after this update, if it is applied
 
     def starts_at(self, step: int) -> Starts:
-        """Return where shards begin behind so many updates."""
+        """Return where shards begin after so many updates."""
         return self._next[1] if self._next and self._next[0] <= step else self.starts
 
     def restore(self, starts: Starts) -> None:
@@ -138,7 +138,7 @@ class Borders:
         self.lines = [f"borders of shards, of the checksum {zlib.crc32(repr(starts).encode()):08x}"] if starts else []
 
     def settle(self, step: int) -> None:
-        """Move borders as the last exchange has it, if its update was applied; else they stay.
+        """Move bounds as the last exchange has it, if its update was applied; else they stay.
 
         Args:
             step: updates applied so far.
@@ -146,8 +146,8 @@ class Borders:
         if self._next:
             self.restore(self.starts_at(step))
 
-    def see(self, shards: Cut, entries: Sequence[int], step: int) -> None:
-        """Have borders move at the next ``settle``, if the shards of this step are too uneven.
+    def see(self, shards: Sharding, entries: Sequence[int], step: int) -> None:
+        """Have bounds move at the next ``settle``, if the shards of this step are too uneven.
 
         Args:
             shards: those of this step.
@@ -174,7 +174,7 @@ def balanced(sizes: Sequence[int], entries: Sequence[int], ranks: int) -> Starts
     They have at most ``LONGEST / (LONGEST - 1)`` of the mean entries, if these are spread evenly over each stretch.
 
     Args:
-        sizes: the elements of stretches of a plan, one behind the other.
+        sizes: the elements of stretches of a plan, one after the other.
         entries: how many entries each of them has; there are some.
         ranks: the number of shards.
 

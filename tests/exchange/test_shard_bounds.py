@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import laws
 from distopt import DistOpt, Parameter, run_ranks, simulate
 from distopt.compress import DeepGradientCompression, ErrorFeedback, OneBit, Packed, Threshold, TopK
-from distopt.exchange.cut import LONGEST, Borders, Cut, balanced
+from distopt.exchange.sharding import LONGEST, ShardBounds, Sharding, balanced
 from distopt.kernels.layout import BucketLayout
 from distopt.optim import SGD
 from training import SHAPES, zeros
@@ -100,14 +100,14 @@ def test_borders_move_behind_updates_that_are_powers_of_two():
 
 def test_the_fullest_shard_has_about_the_mean_afterwards(monkeypatch):
     """By what owners send, which every rank sees; entries lie in a tenth of the plan."""
-    seen, see = [], Borders.see
+    seen, see = [], ShardBounds.see
 
     def watch(self, shards, entries, step):
         counts = iter(entries)
         seen.append([sum(itertools.islice(counts, len(pieces))) for pieces in shards.of_owner])
         see(self, shards, entries, step)
 
-    monkeypatch.setattr(Borders, "see", watch)
+    monkeypatch.setattr(ShardBounds, "see", watch)
     p, sim = Parameter("w", np.zeros(64 * 1600, np.float32)), simulate(8, SGD(1.0))
     g = np.random.default_rng(0).standard_normal(64 * 1600).astype(np.float32)
     g[64 * 820 : 64 * 980] *= 100
@@ -135,10 +135,10 @@ def test_borders_stay_where_there_is_nothing_to_gain(compressor):
 
 def test_starts_of_another_plan_or_other_ranks_are_left_out():
     layouts = [BucketLayout(["a"], [(640,)], [0], np.float32)]
-    assert Cut(layouts, 2, 64, (0, 128, 640)).sizes == [128, 512]
-    assert Cut(layouts, 2, 64, (0, 0, 640)).sizes == [0, 640]
+    assert Sharding(layouts, 2, 64, (0, 128, 640)).sizes == [128, 512]
+    assert Sharding(layouts, 2, 64, (0, 0, 640)).sizes == [0, 640]
     for starts in ((0, 128, 1000), (0, 128, 256, 640)):
-        assert Cut(layouts, 2, 64, starts).sizes == [320, 320]
+        assert Sharding(layouts, 2, 64, starts).sizes == [320, 320]
 
 
 def test_codes_have_even_shards_also_behind_a_step_that_has_moved_borders():
