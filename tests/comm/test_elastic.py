@@ -74,7 +74,7 @@ def test_numbers_and_callbacks_follow():
 
 
 @pytest.mark.parametrize("wrapper", [Ordered, Metered])
-def test_a_wrapper_has_another_duplicate_and_other_subgroups_behind_a_loss(wrapper):
+def test_a_wrapper_has_another_duplicate_and_other_subgroups_after_a_loss(wrapper):
     """As a rank that comes makes new ones, and the others with it."""
 
     def main(comm):
@@ -250,7 +250,7 @@ def test_a_process_that_joins_goes_on_as_the_others(victim, options):
 
 @pytest.mark.parametrize("more", ["views", "barrier", "other step"])
 def test_a_process_that_does_more_than_the_others_ends_alone(more):
-    """Behind rejoin, where the others make a step."""
+    """After rejoin, where the others make a step."""
     ended = threading.Event()
     does = {
         "views": lambda opt, p: opt.gradient_views([p]),

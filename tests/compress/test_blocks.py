@@ -330,7 +330,7 @@ def test_what_one_fragment_of_local_steps_rounds_up_says_nothing_of_another_one(
         params = [Parameter(f"p{k}", np.zeros(4096)) for k in range(2)]
         compressor = Int8(rounding="stochastic")
         opt = LocalSteps(SGD(1.0), comm, every=2, outer=SGD(1.0), compressor=compressor, fragments=2)
-        for times in (1, 0):  # each fragment is sent behind one of these steps, as far from where it began
+        for times in (1, 0):  # each fragment is sent after one of these steps, as far from where it began
             opt([(p, times * gradient) for p in params])
         return [p.data + gradient for p in params]
 

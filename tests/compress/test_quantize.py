@@ -86,7 +86,7 @@ def test_one_and_two_bit_codes_have_the_worked_bytes():
 
 @given(sizes=SIZES, tau=st.sampled_from([0.5, 0.3, 1e-30, 3.0]), dtype=st.sampled_from(REALS), seed=SEEDS)
 def test_two_bit_codes_of_a_bucket_equal_the_reference(sizes, tau, dtype, seed):
-    """Every element at its own place, zeros in gaps and behind the end; x keeps what is not sent, to the bit."""
+    """Every element at its own place, zeros in gaps and after the end; x keeps what is not sent, to the bit."""
     members, compressor = bucket(sizes, dtype), TwoBit(tau)
     x = filled(members, seed, few=bool(seed % 2))
     expected, sent = two_bits(x, tau)

@@ -138,7 +138,7 @@ def test_a_replay_without_an_edge_is_wrong_in_some_order():
 
 
 def test_a_missing_edge_of_a_captured_step_changes_the_result(monkeypatch):
-    """Sums come behind the gradients even if the communicator's stream is in the capture from its beginning."""
+    """Sums come after the gradients even if the communicator's stream is in the capture from its beginning."""
     own, capture, in_order = {}, device.Graph.capture, device.StreamEvent.__call__
 
     def main(comm):

@@ -169,7 +169,7 @@ def steady(mode, monkeypatch):
         steps, machine = [list(laws.pairs(comm, params, step)) for step in range(2, 7)], gpu.machine()
         with gpu.lazily(gpu.lagging()):
             for pairs in steps:
-                opt.engine.nonfinite.poll()  # the last outcome is there, as it is behind a backward pass
+                opt.engine.nonfinite.poll()  # the last outcome is there, as it is after a backward pass
                 machine.host.clear()
                 machine.log.clear()
                 laws.MODES[mode](opt, pairs)
@@ -742,7 +742,7 @@ def test_one_optimizer_for_two_models_in_two_streams():
 
 
 def test_parameters_read_after_gradient_views_are_those_of_rank_0():
-    """A caller's stream that reads a parameter after ``gradient_views`` comes behind the broadcast."""
+    """A caller's stream that reads a parameter after ``gradient_views`` comes after the broadcast."""
 
     def main(comm):
         for order in orders(comm):
@@ -951,7 +951,7 @@ def test_a_loss_that_cannot_be_captured_on_one_rank_leaves_all_ranks_as_after_a_
         with gpu.lazily(gpu.shuffled(0) if comm.rank else min):  # the caller's stream first
             with pytest.raises(RuntimeError, match=rf"rank 1: a captured loss can only .*{text}.*gradient_views"):
                 opt.capture(loss)
-            seen = device.host_copy(w)  # the ordinary step was made, and the caller's stream comes behind it
+            seen = device.host_copy(w)  # the ordinary step was made, and the caller's stream comes after it
         assert gpu.machine().captures == {}
         assert device.current_stream() is caller
         assert opt.step_counter == 1
@@ -1025,7 +1025,7 @@ def test_a_gpu_without_room_on_one_rank_is_an_error_on_all():
     on_gpus(2, main)
 
 
-@pytest.mark.parametrize("mode", ["dense", "dgc in two phases"])  # whose host waits for numbers behind a sum
+@pytest.mark.parametrize("mode", ["dense", "dgc in two phases"])  # whose host waits for numbers after a sum
 def test_an_error_of_nccl_in_the_middle_of_a_run_ends_it(mode):
     """NCCL tells every rank that something has failed; each says so, or that another one has left."""
 
@@ -1220,7 +1220,7 @@ def test_in_two_phases_buckets_of_several_dtypes_have_the_bits_of_the_host(one_w
 
 @pytest.mark.parametrize("compressor", [COMPRESSORS[k] for k in (0, 4, 5)], ids=repr)
 def test_in_two_phases_borders_move_on_gpus_as_on_the_host(compressor, one_warp):
-    """A step with a NaN changes nothing, also where it is the first one behind a move, in which debts move too."""
+    """A step with a NaN changes nothing, also where it is the first one after a move, in which debts move too."""
 
     def main(comm, poison=False):
         params, (first,), opt = train_crowded(comm, compressor, 1, deterministic=True, nonfinite="skip")

@@ -62,7 +62,7 @@ def test_another_key_is_enqueued_as_it_is_and_recorded_anew(calls, stream):
     for key in "aaabbbab":
         add_up(key, recording, stream, total, x)
     assert device.host_copy(total).tolist() == [8.0] * 4
-    assert calls["graphs"] == 4  # the second and third of a, and of b; the others came behind another key
+    assert calls["graphs"] == 4  # the second and third of a, and of b; the others came after another key
 
 
 def test_numbers_in_a_mirror_are_those_of_the_replay(stream):

@@ -345,7 +345,7 @@ allocations: dict[int, tuple[int, int]] = {}  # address and bytes by owner, of a
 
 
 def lagging(*streams):
-    """An order in which what is named here comes last, the last one named behind all."""
+    """An order in which what is named here comes last, the last one named after all."""
     return lambda able: min(able, key=lambda s: streams.index(s) if s in streams else -1)
 
 
@@ -533,7 +533,7 @@ class Event:
 
 
 class Capture:
-    """What streams enqueue while they are captured: nodes, each behind those that its stream had to wait for."""
+    """What streams enqueue while they are captured: nodes, each after those that its stream had to wait for."""
 
     def __init__(self, origin):
         self.nodes: list[tuple[Op, frozenset[int]]] = []  # and the numbers of those before it
@@ -570,7 +570,7 @@ class Graph:
 
 
 class Replay:
-    """A launch of a graph: behind what its stream has so far, and before what comes."""
+    """A launch of a graph: after what its stream has so far, and before what comes."""
 
     _numbers = itertools.count(-1, -1)  # of the nodes' queues
 

@@ -226,7 +226,7 @@ def read(tensor):
 
 
 def free(tensor):
-    """Let torch's allocator give a tensor's memory to others, behind the current stream's work so far.
+    """Let torch's allocator give a tensor's memory to others, after the current stream's work so far.
 
     And behind that of the streams that ``record_stream`` has named for it.
     """

@@ -84,7 +84,7 @@ def test_a_share_that_was_left_half_written_is_put_back_with_what_a_script_has_c
     np.testing.assert_array_equal(first, last)
 
 
-def test_a_rank_that_is_lost_behind_a_load_leaves_what_was_loaded():
+def test_a_rank_that_is_lost_after_a_load_leaves_what_was_loaded():
     def main(comm):
         member = comm.rank
         comm, p, opt = started(comm)

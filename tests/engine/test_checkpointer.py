@@ -216,7 +216,7 @@ def test_the_pending_mean_stays_when_another_number_of_ranks_resumes(size, num_b
 
 
 def closed_window(comm, path):
-    """The parameter after the second of two calls, with 4, behind what was saved."""
+    """The parameter after the second of two calls, with 4, after what was saved."""
     w = Parameter("w", np.ones(2))
     opt = DistOpt(SGD(1.0), comm, num_batches=2, sync_on_apply=False)
     opt.load(path, [w])
@@ -271,7 +271,7 @@ def test_an_open_window_of_partial_steps_is_restored_rank_by_rank(calls, tmp_pat
         opt.backward_and_partial_update([(w, np.full(2, 4.0))])
         return w.data.tolist()
 
-    run_ranks(2, save)  # 1 and 2 wait; all have 0, behind three calls -1.5
+    run_ranks(2, save)  # 1 and 2 wait; all have 0, after three calls -1.5
     expected = [-2.75 - 1.5 * (calls == 3)] * 2  # (0 - 2.5 + 0 - 3) / 2
     assert run_ranks(2, load) == [expected] * 2
     assert run_ranks(1, load) == [expected]  # the pending mean stays: 0 - (1.5 + 4) / 2

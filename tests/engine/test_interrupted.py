@@ -23,7 +23,7 @@ def two():
 
 
 class Interrupted:
-    """A stranger whose second update is interrupted, before or behind the parameter's change, or in ``step``."""
+    """A stranger whose second update is interrupted, before or after the parameter's change, or in ``step``."""
 
     def __init__(self, error, where):
         self.error, self.where, self.applied = error, where, 0

@@ -11,7 +11,7 @@ from distopt.comm import Elastic, LocalCommunicator, run_ranks
 from distopt.optim import SGD, Adam, ExponentialDecay
 from laws import inputs, lost
 
-LOST_AT, GROWN_AT, STEPS = 4, 6, 12  # calls behind which a rank ends, another one has come at last, and all end
+LOST_AT, GROWN_AT, STEPS = 4, 6, 12  # calls after which a rank ends, another one has come at last, and all end
 
 
 class Plain:
@@ -30,21 +30,21 @@ class Plain:
 
     @property
     def calls(self):
-        """Calls behind this training, where no window of batches is open."""
+        """Calls after this training, where no window of batches is open."""
         return self.opt.step_counter * self._batches
 
     def rejoin(self, extra):
         return self.opt.rejoin(self._params, extra)
 
     def make_plan(self):
-        """Make the plan that there is behind the first step, if another one would be made behind a load."""
+        """Make the plan that there is after the first step, if another one would be made after a load."""
 
     def __call__(self, grads):
         self._step(self.opt, list(zip(self._params, grads, strict=True)))
 
 
 class Gluon:
-    """A Trainer of these parameters, the first of which is frozen behind the first step."""
+    """A Trainer of these parameters, the first of which is frozen after the first step."""
 
     def __init__(self, comm, params, optimizer=None, **options):
         rule = optimizer or SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), momentum=0.9)

@@ -141,7 +141,7 @@ COMPRESSORS = {
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", COMPRESSORS)
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
-def test_all_ranks_have_the_same_bits_behind_an_exchange(name, exchange):
+def test_all_ranks_have_the_same_bits_after_an_exchange(name, exchange):
     def main(comm):
         make = COMPRESSORS[name]
         outer = SGD(0.7) if name == "dgc" else None
@@ -348,7 +348,7 @@ def test_what_a_rank_has_done_before_it_joins_counts():
         opt.join()
         return p.data.tolist()
 
-    # behind step 10 the mean of 4, 10 and 7 steps; then 4 steps of the only rank that has batches
+    # after step 10 the mean of 4, 10 and 7 steps; then 4 steps of the only rank that has batches
     assert run_ranks(3, main) == [[-11.0] * 3] * 3
 
 

@@ -420,7 +420,7 @@ def test_ten_non_finite_steps_in_a_row_at_the_smallest_scale_raise_on_a_gpu(doub
 
 
 def test_scaled_gradient_views_have_the_same_bits_however_streams_lag(doubles):
-    """Gradients in views are divided in place, behind the backward pass and before the exchange."""
+    """Gradients in views are divided in place, after the backward pass and before the exchange."""
 
     def main(comm):
         expected = laws.digest(laws.train(comm)[0])

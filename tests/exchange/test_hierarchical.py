@@ -297,7 +297,7 @@ def over_a_network(comm, name, exchange):
 
 
 def test_a_budget_counts_what_leaves_a_node():
-    """The mean over ranks, also in a step behind one of another exchange."""
+    """The mean over ranks, also in a step after one of another exchange."""
 
     def main(comm):
         metered = Metered(on_nodes(comm, 2))

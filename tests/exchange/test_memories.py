@@ -119,7 +119,7 @@ class Reference:
 def trained(comm, job, last, drained, shapes, first, folder):
     """Do a job, go on from ``folder`` unless it is the first one; then send all that waits, or save.
 
-    Returns the parameters before each step and at the end, and the states before and behind what was drained.
+    Returns the parameters before each step and at the end, and the states before and after what was drained.
     """
     comm._hosts = [rank // job.ranks.per_node for rank in range(comm.size)]
     params, seen = zeros(shapes), []
@@ -191,7 +191,7 @@ def of_all(states, shapes):
 
 
 def every_change(name, other="top-K"):
-    """A program that meets every exchange behind every other one, and another sender on its way."""
+    """A program that meets every exchange after every other one, and another sender on its way."""
     path = [0, 0, 1, 1, 2, 2, 3, 3, 0, 2, 0, 3, 1, 3, 2, 1, 0]
     steps = [Step(name, EXCHANGES[k]) for k in path]
     return [*steps[:9], Step(other, "two_phase"), Step(other, "nodes"), *steps[9:]]
@@ -208,7 +208,7 @@ def test_every_sender_in_every_change_of_exchange(name, last):
 @pytest.mark.parametrize(("first", "then"), [((4, 2), (6, 3)), ((6, 2), (3, 1)), ((6, 3), (4, 2))])
 @pytest.mark.sampled(2)
 def test_other_ranks_on_other_nodes_go_on(name, first, then):
-    """Those that save are heirs of buckets that they do not own behind the resume."""
+    """Those that save are heirs of buckets that they do not own after the resume."""
     by_nodes, two_phase = [Step(name, "nodes")], [Step(name, "two_phase")]
     walk([Job(Ranks(*first), by_nodes + two_phase), Job(Ranks(*then), by_nodes)], "nodes")
 

@@ -37,7 +37,7 @@ def crowded(step, rank, shapes=SHAPES):
 
 
 def go_on(comm, opt, params, compressor, steps):
-    """Make these steps; return the borders behind each."""
+    """Make these steps; return the borders after each."""
     params, found = laws.move_to_device(comm, params), []
     for step in steps:
         gradients = laws.to_device(comm, crowded(step, comm.rank))
@@ -47,7 +47,7 @@ def go_on(comm, opt, params, compressor, steps):
 
 
 def train(comm, compressor, steps, **options):
-    """Train from the start; return the parameters, the borders behind each step, and the optimizer."""
+    """Train from the start; return the parameters, the borders after each step, and the optimizer."""
     params = laws.move_to_device(comm, zeros())
     opt = DistOpt(SGD(1.0), comm, threshold=300, **options)
     return params, go_on(comm, opt, params, compressor, range(steps)), opt
@@ -88,7 +88,7 @@ def test_shards_have_few_more_entries_than_the_mean_and_are_not_too_long(stretch
     assert np.diff(below).max() <= LONGEST / (LONGEST - 1) * sum(entries) / ranks + 1
 
 
-def test_borders_move_behind_updates_that_are_powers_of_two():
+def test_borders_move_after_updates_that_are_powers_of_two():
     def main(comm):
         return train(comm, ErrorFeedback(TopK(0.05)), 9)[1]
 
@@ -141,7 +141,7 @@ def test_starts_of_another_plan_or_other_ranks_are_left_out():
         assert Sharding(layouts, 2, 64, starts).sizes == [320, 320]
 
 
-def test_codes_have_even_shards_also_behind_a_step_that_has_moved_borders():
+def test_codes_have_even_shards_also_after_a_step_that_has_moved_borders():
     """All elements are sent, so that a long shard would be a long message."""
 
     def main(comm):
@@ -199,7 +199,7 @@ def test_virtual_ranks_have_the_bits_of_threads(compressor):
 
 
 def test_a_step_that_is_refused_does_not_move_borders():
-    """Sums that are not finite are found behind the exchange, which has seen entries."""
+    """Sums that are not finite are found after the exchange, which has seen entries."""
 
     def main(comm):
         params, (first,), opt = train(comm, ErrorFeedback(TopK(0.05)), 1, nonfinite="skip")
@@ -239,7 +239,7 @@ def test_between_nodes_shards_stay_of_as_many_elements(monkeypatch):
 @pytest.mark.parametrize("saved", [1, 2, 3])
 @pytest.mark.parametrize("compressor", [COMPRESSORS[k] for k in (0, 3, 5)], ids=repr)
 def test_a_checkpoint_goes_on_with_the_same_bits(compressor, saved, tmp_path):
-    """Saved where borders have moved just before, where they will behind the next step, and in between."""
+    """Saved where borders have moved just before, where they will after the next step, and in between."""
 
     def main(comm):
         params, _, opt = train(comm, compressor, saved)

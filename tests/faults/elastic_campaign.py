@@ -3,7 +3,7 @@
 ``python tests/faults/elastic_campaign.py [--over torch|mpi] [--jobs N] [--seed S] [KIND ...]`` starts N jobs of each
 kind, one after the other, with the MPI or the torch of its own environment.  Ranks are killed, crash, stop, raise, call
 ``sys.exit`` or ``os._exit(3)``, or have no memory left, while they train, start, save or let another one in.  A job has
-failed if it has not ended long behind the time limit, if its exit code is not that of its last member, or if survivors
+failed if it has not ended long after the time limit, if its exit code is not that of its last member, or if survivors
 have other bits than as many threads.  What failed is printed with all that its job has said, and kept in a folder.
 """
 
@@ -146,7 +146,7 @@ def chosen(kind, ranks, rng):
 
 
 def killed_at_start(job, rng):
-    """Kill a process of a rank up to 3 s behind the launch."""
+    """Kill a process of a rank up to 3 s after the launch."""
     time.sleep(rng.uniform(0.2, 3))
     kill_one_of(processes_of_ranks(job), rng)
 
@@ -211,7 +211,7 @@ def judge(kind, mode, ranks, victims, folder, about, said):
 
 
 def between(kind, folder):
-    """What a rank does behind each window: what it was told to, and a save."""
+    """What a rank does after each window: what it was told to, and a save."""
     failed = []
 
     def do(opt, params, member):

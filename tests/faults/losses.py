@@ -194,7 +194,7 @@ def check(mode, ranks, ended, logs, folder):
 
 
 def train(mode, folder, between=lambda opt, params, member: None):
-    """Be a rank: train until the folder says stop, ``between`` behind each window, and leave what there is then."""
+    """Be a rank: train until the folder says stop, ``between`` after each window, and leave what there is then."""
     import distopt
     from distopt import LocalSteps
     from distopt.comm import Elastic

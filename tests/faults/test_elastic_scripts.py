@@ -108,7 +108,7 @@ def step():
 
 
 def test_local_steps_in_flight_are_saved_and_loaded(run):
-    """Each behind a step at which a fragment travels."""
+    """Each after a step at which a fragment travels."""
     code, output, _ = run(
         IN_FLIGHT.format(every=4, delay=2) + "for k in range(33):\n"
         "    step()\n"

@@ -679,7 +679,7 @@ def test_scratch_for_the_selection_stays_below_a_hundredth_of_the_data():
 
 
 def payloads(n, ranks, dtype, seed):
-    """Of every rank: ascending indices, with -1 behind them, and entries, of which some are 0."""
+    """Of every rank: ascending indices, with -1 after them, and entries, of which some are 0."""
     rng, results = np.random.default_rng(seed), []
     for _ in range(ranks):
         k = int(rng.integers(0, n + 1)) // int(rng.integers(1, 20))

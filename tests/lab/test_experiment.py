@@ -271,7 +271,7 @@ def test_a_curve_beyond_the_last_step_is_refused(tmp_path):
         read(path)
 
 
-def test_bytes_that_are_counted_from_a_step_behind_the_last_are_refused(tmp_path):
+def test_bytes_that_are_counted_from_a_step_after_the_last_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"run.json: counted_from must be at most steps 3, got 4"):
         read(record(tmp_path / "run.json", steps=3, counted_from=4))
 

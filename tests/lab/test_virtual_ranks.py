@@ -319,7 +319,7 @@ def test_a_missing_gradient_of_any_rank_counts_as_zeros(who):
 
 
 def test_the_order_of_the_first_step_is_the_plan():
-    """Not the later ones', nor that of a step behind ``gradient_views``."""
+    """Not the later ones', nor that of a step after ``gradient_views``."""
     params, sim = simulation()
 
     def mixed(rank):

@@ -305,7 +305,7 @@ def test_predicted_seconds_have_the_values_worked_out_by_hand():
     assert prediction.exchange == pytest.approx(prediction.wire + prediction.compute)
 
 
-def test_buckets_sent_during_the_backward_pass_hide_behind_it():
+def test_buckets_sent_during_the_backward_pass_hide_after_it():
     """Gradients of a come after 1000 / 1600 of it, and both buckets are sent one after the other, 40 and 24 s."""
     plan = buckets([("a", (1000,)), ("b", (600,))], 0)
     q = Question(plan, 2, Network(Link("slow", 0.0, 100.0, 0.0)))
@@ -511,7 +511,7 @@ def test_without_measured_compute_more_bytes_are_never_advised():
     assert advise(MODEL, 64, network(endless), "topk=0.97", measure=None).best.name == "dense"
 
 
-def test_without_overlap_no_exchange_hides_behind_the_backward_pass():
+def test_without_overlap_no_exchange_hides_after_the_backward_pass():
     for overlap, wanted in ((True, max), (False, sum)):
         seconds = advise(MODEL, 8, network("1GbE"), "half", 100.0, None, overlap).dense.takes
         assert seconds.exchange == pytest.approx(wanted((100.0, seconds.wire)), rel=0.01)

@@ -10,16 +10,16 @@ from laws.lost import Killed, run
 
 
 class Fate:
-    """Each victim ends at its ``at``-th meeting with the others: before these meet, or behind it.
+    """Each victim ends at its ``at``-th meeting with the others: before these meet, or after it.
 
-    Behind it some of the others, by ``seed``, do not hear what came of the meeting, and what they had brought is torn.
+    After it some of the others, by ``seed``, do not hear what came of the meeting, and what they had brought is torn.
     """
 
     def __init__(self, seed=0, **victims):
         """Make one; ``victims``: (at, after) by 'rank0', 'rank1' and so on."""
         self.victims = {int(name.removeprefix("rank")): when for name, when in victims.items()}
         self.count, self.verbs, self.seed = collections.Counter(), collections.defaultdict(list), seed
-        self.hit = set()  # meetings behind which a rank ends, and which one of each
+        self.hit = set()  # meetings after which a rank ends, and which one of each
         self.ended = []  # in this order
 
     def meet(self, meet, meeting, rank, verb, offer, action):

@@ -42,7 +42,7 @@ def in_shared_parameters(opt, loss):
 
 
 def reloaded(opt, loss):
-    """The same, behind a load of what is there already."""
+    """The same, after a load of what is there already."""
     opt.load_state_dict(opt.state_dict())
     in_shared_parameters(opt, loss)
 
@@ -138,7 +138,7 @@ def calls(mode):
 
 
 def noted(engine, epochs):
-    """Let an engine note the epoch of the ranks that have made each step; behind it there may be another one."""
+    """Let an engine note the epoch of the ranks that have made each step; after it there may be another one."""
     step = engine.step
 
     def note(*arguments):

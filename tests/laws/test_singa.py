@@ -120,7 +120,7 @@ def test_partial_synchronisation_goes_on_when_there_are_fewer_buckets():
 
 
 def test_parameters_do_not_change_during_backward():
-    """S9: partial mode updates behind the last gradient."""
+    """S9: partial mode updates after the last gradient."""
 
     def main(comm):
         p, seen = Parameter("p", np.ones(2)), []

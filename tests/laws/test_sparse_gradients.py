@@ -81,6 +81,6 @@ def test_a_resumed_training_has_the_bits_of_one_that_never_stopped(compressor, e
             resumed = goes_on(comm, *started(comm, state, values), compressor, exchange, stop)
             for step, (expected, found) in enumerate(zip(unbroken[stop:], resumed, strict=True), stop):
                 for a, b in zip(expected[0], found[0], strict=True):
-                    assert a.tobytes() == b.tobytes(), f"stopped behind step {stop}, other bits behind step {step}"
+                    assert a.tobytes() == b.tobytes(), f"stopped after step {stop}, other bits after step {step}"
 
     run_ranks(ranks, main)

@@ -127,7 +127,7 @@ class Rebinds:
 
 
 class InItsStep:
-    """It updates behind the last gradient, as a wrapper of torch's does."""
+    """It updates after the last gradient, as a wrapper of torch's does."""
 
     def __init__(self):
         self.grads = []

@@ -43,7 +43,7 @@ def test_rescaling_is_scaling_the_gradient(make):
 
 
 @every_rule
-def test_clipping_is_elementwise_and_behind_rescaling(make):
+def test_clipping_is_elementwise_and_after_rescaling(make):
     """But for LARS, whose norm is of what is not clipped (1.4), and LANS, which clips what has length 1 (1.6)."""
     found = run(make(rescale_grad=0.5, clip_gradient=0.25))
     expected = run(make(), lambda g: np.clip(0.5 * g, -0.25, 0.25))

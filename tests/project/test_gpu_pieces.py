@@ -121,7 +121,7 @@ def test_what_was_done_is_not_done_again_unless_it_is_named(python, tmp_path):
     assert ends((tmp_path / "out/summary.txt").read_text()) == [("passed", n) for n in of_call("1") + of_call("2")]
 
 
-def test_a_process_that_a_piece_leaves_behind_is_ended(python, tmp_path):
+def test_a_process_that_a_piece_leaves_after_is_ended(python, tmp_path):
     (tmp_path / "do/test_load").write_text(f"setsid sleep 600 > {tmp_path}/said & echo $! > {tmp_path}/pid")
     run(RUN, tmp_path, "test-gpu-load", GPU_PYTHON=python)
     pid = (tmp_path / "pid").read_text().strip()

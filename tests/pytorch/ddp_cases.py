@@ -157,7 +157,7 @@ def a_copy_of_a_hooked_ddp_is_one_without_a_hook():
 
 
 @case
-def learning_rates_that_differ_are_told_behind_a_hook_too():
+def learning_rates_that_differ_are_told_after_a_hook_too():
     ddp = DistributedDataParallel(linear())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     dt.compress(ddp, optimizer=optimizer)

@@ -72,7 +72,7 @@ def trained(comm):
 
 
 def changing(comm):
-    """The parameters behind steps in which a layer is thawed and frozen again, and what is said if one rank does so."""
+    """The parameters after steps in which a layer is thawed and frozen again, and what is said if one rank does so."""
     model = network(comm.rank)
     model[0].requires_grad_(False)
     opt = DistOpt(torch.optim.AdamW(model.parameters(), 0.01), comm, allow_missing=True)

@@ -49,7 +49,7 @@ def thaw(model, optimizer, step):
 
 
 def seen_by_one_process(make, size, steps, at_step=thaw, batches=1):
-    """The parameters behind steps of one process that sees all ranks' batches, and the layers that came with them."""
+    """The parameters after steps of one process that sees all ranks' batches, and the layers that came with them."""
     model = network()
     at_step(model, None, 0)
     optimizer = make(model.parameters())
@@ -292,7 +292,7 @@ def test_a_layer_that_no_rank_has_a_gradient_of_is_left_alone(make, overlap):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_gradient_that_a_script_has_left_behind_is_not_applied():
+def test_a_gradient_that_a_script_has_left_after_is_not_applied():
     """Of a parameter that is frozen, or was never in the plan."""
 
     def main(comm):

@@ -62,7 +62,7 @@ class Job:
         return self._cluster.call("scontrol", "show", "job", self.number)
 
     def call(self, *command):
-        """A command of Slurm, with the job's number behind it."""
+        """A command of Slurm, with the job's number after it."""
         return self._cluster.call(*command, self.number)
 
     def processes(self, node):
