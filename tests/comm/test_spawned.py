@@ -4,6 +4,7 @@ import argparse
 import functools
 import os
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
@@ -50,7 +51,7 @@ def test_the_parts_of_the_laws_are_all_of_them(monkeypatch):
     for name in (*names, "modes_agree", "overlap_changes_no_bit", "independence"):
         for module in (laws, ranks):
             monkeypatch.setattr(module, name, lambda comm, *rest, name=name, **more: called.append((name, rest, more)))
-    comm, called = argparse.Namespace(gpu=0), whole
+    comm, called = argparse.Namespace(gpu=0, alloc=np.zeros, peers=lambda _: None), whole
     laws.all_of_them(comm)
     called = parts
     for part in spawned.LAWS:
