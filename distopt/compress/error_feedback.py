@@ -33,8 +33,9 @@ class ErrorFeedback(CompressorWrapper):
 
     Raises:
         TypeError: ``compressor`` is none, or ``decay`` is no number.
-        ValueError: ``decay`` is below 0 or above 1; the compressor leaves nothing behind, has a memory already, or its
-            sum may overflow after the residual was changed (``Half(predivide=False)``).
+        ValueError: ``decay`` is below 0 or above 1; the compressor leaves nothing behind, has a memory already, leaves
+            members to be summed as they are, or its sum may overflow after the residual was changed
+            (``Half(predivide=False)``).
 
     Example:
         >>> import numpy as np

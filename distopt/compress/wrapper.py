@@ -16,9 +16,16 @@ class CompressorWrapper(Compressor):
 
     Args:
         compressor: the other one, whose traits are taken over.
+
+    Raises:
+        ValueError: it leaves members in x to be summed as they are, and this class does not say which.
     """
 
     def __init__(self, compressor: Compressor):
+        leaves, here = type(compressor).uncompressed, type(self).uncompressed
+        if leaves is not Compressor.uncompressed and here is Compressor.uncompressed:
+            text = "compressor must be one that sends all members, as those that it leaves would never be summed"
+            raise ValueError(f"{text}, got {compressor!r}")
         self.compressor = compressor
         self.traits = replace(compressor.traits, lossless=False, elementwise=False)
 

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 from distopt import DistOpt, Parameter, run_ranks
 from distopt.comm import LocalCommunicator, Metered
 from distopt.compress import (
+    DCT,
     BucketContext,
     Compressor,
     Dense,
@@ -357,6 +358,13 @@ def test_the_plan_prints_the_payload_that_is_sent():
     assert opt.plan.payload == (4000,)
 
 
+class LeavesMembers(TopK):
+    """A user's, which leaves small members to be summed as they are."""
+
+    def uncompressed(self, layout, context):
+        return None
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -376,6 +384,8 @@ def test_the_plan_prints_the_payload_that_is_sent():
             r"compressor must be one that leaves an error to feed back, got Dense",
         ),
         (lambda: ErrorFeedback(ErrorFeedback(TopK(0.1))), ValueError, "does not feed its error back already, got "),
+        (lambda: ErrorFeedback(LeavesMembers(0.1)), ValueError, "must be one that sends all members.*got TopK"),
+        (lambda: DCT(LeavesMembers(0.1)), ValueError, "must be one that sends all members"),
         (lambda: ErrorFeedback(Half(predivide=False)), ValueError, "cannot overflow, which would lose what was sent"),
         (lambda: choose(3), TypeError, "compressor must derive from distopt.compress.Compressor, got 3"),
         (lambda: ErrorFeedback(3), TypeError, "compressor must derive from distopt.compress.Compressor, got 3"),
