@@ -74,9 +74,9 @@ compress.ALL[AboveMean] = lambda: Part(
     exact=(AboveMean(2.0),),
     timed={"above the mean": Timed(lambda _: ErrorFeedback(AboveMean(3.0)), 0.02)},
 )
-optim.ALL[SignSGD] = lambda: of_optimizers.Part(
+optim.ALL[SignSGD] = lambda: of_optimizers.OptimizerPart(
     laws={"sign sgd": lambda: SignSGD(0.01)},
-    timed={"sign sgd": of_optimizers.Timed(lambda: SignSGD(1e-6), 3)},
+    timed={"sign sgd": of_optimizers.TimedOptimizer(lambda: SignSGD(1e-6), 3)},
     equations={"SignSGD": of_optimizers.Equations(lambda: SignSGD(0.01), lambda t, w, g: (w - 0.01 * np.sign(g),), 0)},
 )
 """
