@@ -153,9 +153,15 @@ class ExitWatch:
                 end = self.end_of(first)
                 return Fault(end.words, end.code)
         joined = [rank.rank for rank in ranks if job.MPI in rank.marks]
-        never = [rank.rank for rank in ranks if job.DONE in rank.marks and job.MPI not in rank.marks]
+        never = [rank for rank in ranks if job.DONE in rank.marks and job.MPI not in rank.marks]
         if joined and never:
-            return Fault(f"{names(never)} ended before distopt.world(), where {waiting(joined)}", 1)
+            # it may have said with which code before the kernel tells of its end
+            if failed := [rank for rank in never if rank in by_itself]:
+                end = self.end_of(failed[0])
+                return Fault(end.words, end.code)
+            return Fault(
+                f"{names([rank.rank for rank in never])} ended before distopt.world(), where {waiting(joined)}", 1
+            )
         return None
 
     def _is_gone(self, rank: int) -> bool:

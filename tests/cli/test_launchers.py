@@ -267,6 +267,20 @@ def test_a_rank_that_crashed_is_named_although_another_was_seen_to_end_first(tmp
         process.communicate()
 
 
+@pytest.mark.faults
+def test_a_rank_that_has_said_its_exit_code_is_named_with_it_before_the_kernel_tells_of_its_end(tmp_path):
+    with subprocess.Popen(["sh", "-c", "read x"], stdin=subprocess.PIPE) as process:
+        for rank in range(2):
+            (tmp_path / f"{rank}.{job.PID}.{process.pid}").touch()
+            (tmp_path / f"{rank}.{job.VOTES}").write_bytes(bytes(job.PAGE))
+        for name in (f"0.{job.MPI}.", f"1.{job.EXIT}.1", f"1.{job.DONE}."):
+            (tmp_path / name).touch()
+        ends = ExitWatch(tmp_path, 2, os.getpid())
+        fault = ends.fault(ends.look(0))
+        ends.close()
+    assert fault == ("rank 1 ended by exit code 1 before distopt.world()", 1)
+
+
 def test_an_ignored_signal_is_not_handled():
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
