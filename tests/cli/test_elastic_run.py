@@ -426,7 +426,7 @@ def test_ranks_that_are_children_are_known_from_the_start_and_nothing_spins_afte
     children[0].stdin.close()
     children[0].wait(20)
     (ended,) = ends.ended(ends.look(5))
-    assert ends.end_of(ended)._replace(told="") == End(0, False, "", 3)
+    assert ends.end_of(ended)._replace(words="") == End(0, False, "", 3)
     assert ends._ready.poll(0) == []
     children[1].stdin.close()
     children[1].wait(20)

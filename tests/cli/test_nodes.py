@@ -107,8 +107,10 @@ class TestJobs:
             DISTOPT_TIMEOUT="1",
         )
         assert codes == [0, 0], outputs
-        (line,) = told(outputs[0])
-        assert line.startswith("rank 3 was ended after step 5, as ranks 0 to 2 wait for too long"), line
+        # on a machine under load a rank may have done its last step while another has not
+        lines = [line for line in told(outputs[0]) if "has ended its script" not in line]
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("rank 3 was ended after step 5, as ranks 0 to 2 wait for too long")
 
     def test_when_the_launcher_of_a_node_ends_its_ranks_end_and_the_others_go_on(self, start):
         first, second = start(
