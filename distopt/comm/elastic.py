@@ -36,7 +36,7 @@ class Elastic(Wrapper):
 
     Args:
         comm: the communicator; it defines ``next_epoch``.
-        family: communicators of the same ranks, of which the first defines it; None for this one alone.
+        epochs: communicators of the same ranks, of which the first defines it; None for this one alone.
 
     Attributes:
         ended: transactions that this rank has seen end.
@@ -56,9 +56,9 @@ class Elastic(Wrapper):
         [(6.0, 'rank 0 of 2'), 3.0, (6.0, 'rank 1 of 2')]
     """
 
-    def __init__(self, comm: Communicator, family: "EpochGroup | None" = None):
+    def __init__(self, comm: Communicator, epochs: "EpochGroup | None" = None):
         super().__init__(comm)
-        self._epochs = family or EpochGroup()
+        self._epochs = epochs or EpochGroup()
         self._epochs.members.append(self)
         self.membership = self
         self.epoch = self._epochs.epoch
