@@ -14,7 +14,7 @@ import numpy as np
 
 from distopt import device
 from distopt.checks import check_int
-from distopt.compress.context import ExchangeContext
+from distopt.compress.context import ExchangeContext, layout_of
 from distopt.compress.shards import ShardCodec
 from distopt.compress.state import State
 from distopt.compress.traits import TraitsAsAttributes
@@ -120,13 +120,13 @@ class Compressor(TraitsAsAttributes, abc.ABC):
         for payload in payloads:
             self.decompress(payload, out, context)
 
-    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+    def breakdown(self, payload: np.ndarray | None, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
         """Read now what is needed of a payload to say later what it consists of: by default of values alone.
 
         The payload may be overwritten in between, and no ledger may hold on to it.
 
         Args:
-            payload: what ``compress`` returned.
+            payload: what ``compress`` returned; None for what is known of a payload before there is one.
             x: the flat array that it was made of, ``(n,)``, for its size, dtype and device.
             context: as of ``compress``.
 
@@ -138,28 +138,12 @@ class Compressor(TraitsAsAttributes, abc.ABC):
             >>> TopK(0.5).breakdown(payload, x, ExchangeContext())()
             PayloadBreakdown(values=8, indices=8, ideal=67, counts=array([2]))
         """
-        nbytes = payload.nbytes
-        return lambda: PayloadBreakdown(nbytes)
-
-    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
-        """Return what a payload consists of, as far as that depends on no data; arguments as of ``payload_bytes``."""
-        return PayloadBreakdown(self.payload_bytes(n, itemsize, layout) or 0)
+        known = self.payload_bytes(x.size, x.itemsize, layout_of(x, context)) if payload is None else payload.nbytes
+        return lambda: PayloadBreakdown(known or 0)
 
     def sharded(self) -> ShardCodec | None:
         """Return how it takes part in a two-phase exchange (``shards``); None: its payloads are gathered."""
         return None
-
-    def at_density(self, density: float) -> "Compressor":
-        """Return the same with another density; TypeError for a compressor that has none."""
-        raise TypeError(f"a compressor must have a density, got {self!r}")
-
-    def of_sum(self, ranks: int) -> "Compressor":
-        """Return the same for sums over so many ranks, of whose means it takes what this one takes of gradients."""
-        return self
-
-    def kept(self, state: State) -> State:
-        """Return the arrays of a bucket's state by the names that this compressor and its exchange know them by."""
-        return state
 
     def at_step(self, k: int) -> "Compressor":
         """Return the compressor that update k is made with; k is 0 for the first."""
@@ -210,10 +194,6 @@ class Compressor(TraitsAsAttributes, abc.ABC):
         )
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
-        """Add to ``counts[0]``, an int64, how many entries of x a ``bounded`` compressor would send: by default all."""
-        counts += x.size
-
 
 class Lossy(Compressor):
     """A compressor that leaves something behind, and so can have a memory (``ErrorFeedback``)."""
@@ -228,6 +208,40 @@ class Lossy(Compressor):
 def threshold_of_sum(threshold: float, ranks: int, most: float = sys.float_info.max) -> float:
     """Return a threshold for sums over so many ranks: so many times as large, or the largest number that there is."""
     return max(-most, min(threshold * ranks, most))
+
+
+def of_sum(compressor: Compressor, ranks: int) -> Compressor:
+    """Return the same for sums over so many ranks, of whose means it takes what this one takes of gradients.
+
+    That is its method ``of_sum(ranks)``, if it has one: a threshold grows with the ranks, a density does not.
+    """
+    found: Compressor = getattr(compressor, "of_sum", lambda ranks: compressor)(ranks)
+    return found
+
+
+def at_density(compressor: Compressor, density: float) -> Compressor:
+    """Return the same with another density, by its method ``at_density(density)``; TypeError if it has none."""
+    if not hasattr(compressor, "at_density"):
+        raise TypeError(f"a compressor must have a density, got {compressor!r}")
+    found: Compressor = compressor.at_density(density)
+    return found
+
+
+def count_selected(compressor: Compressor, x: np.ndarray, counts: np.ndarray) -> None:
+    """Add to ``counts[0]``, an int64, for how many entries of x there must be room on a GPU: by default for all.
+
+    A ``bounded`` compressor has a method ``count_selected(x, counts)`` if it knows better.
+    """
+    if hasattr(compressor, "count_selected"):
+        compressor.count_selected(x, counts)
+    else:
+        counts += x.size
+
+
+def compressed_members(compressor: Compressor, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:
+    """Return the members of a bucket that are compressed; the others are summed as they are."""
+    uncompressed = compressor.uncompressed(layout, context)
+    return layout if uncompressed is None else layout.select(uncompressed.host == 0)
 
 
 def payload_nbytes(compressor: Compressor, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:

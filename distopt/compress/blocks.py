@@ -12,7 +12,16 @@ from distopt import device, kernels
 from distopt.checks import check_int, check_one_of
 from distopt.compress.base import Lossy
 from distopt.compress.context import ExchangeContext, check_fits, layout_of, per_payload, sizes_of
-from distopt.compress.shards import ElementShards, Payload, Piece, PieceBytes, Selected, ShardCodec, remembered
+from distopt.compress.shards import (
+    ElementShards,
+    Payload,
+    Piece,
+    PieceBytes,
+    Selected,
+    ShardCodec,
+    ShardTraits,
+    remembered,
+)
 from distopt.compress.state import State
 from distopt.compress.traits import Traits
 from distopt.device import DeviceMirror
@@ -63,13 +72,10 @@ class Blocks(Lossy):
         """Return the bytes of the codes of members of these sizes, without what fills them up."""
         return int((-(-sizes * self.bits // 8)).sum())
 
-    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
-        breakdown = self.expected_breakdown(x.size, x.itemsize, layout_of(x, context))
-        return lambda: breakdown
-
-    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
+    def breakdown(self, payload: np.ndarray | None, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
         """Count codes; the rest is scales, and what fills up words."""
-        return PayloadBreakdown(self.code_bytes(sizes_of(n, layout)))
+        codes = self.code_bytes(sizes_of(x.size, layout_of(x, context)))
+        return lambda: PayloadBreakdown(codes)
 
     def nbytes(self, sizes: np.ndarray) -> int:
         """Return the bytes of a payload of members of these sizes."""
@@ -271,7 +277,7 @@ class BlockShards(ElementShards):
     """
 
     def __init__(self, blocks: Blocks):
-        self._blocks, self.block = blocks, blocks.block
+        self._blocks, self.traits = blocks, ShardTraits(blocks.block)
 
     def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes]:
         # of sizes alone: places, which the payloads of a step have anyway, are most of the time of a forecast

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from distopt.compress.base import Compressor, check_compressor, payload_nbytes
+from distopt.compress.base import Compressor, at_density, check_compressor, payload_nbytes
 from distopt.compress.context import BucketContext, ExchangeContext
 from distopt.compress.dct import DCT
 from distopt.compress.error_feedback import ErrorFeedback
@@ -56,7 +56,7 @@ def check(compressor: Compressor, ulps: float = 4) -> None:
     while isinstance(compressor, ErrorFeedback | DCT):
         remembers, compressor = remembers or isinstance(compressor, ErrorFeedback), compressor.compressor
     if compressor.traits.budget is not None:
-        compressor = compressor.at_density(0.01)  # as a step takes the one that has as many bytes
+        compressor = at_density(compressor, 0.01)  # as a step takes the one that has as many bytes
     compressor = compressor.at_step(0)
     taken = inspect.signature(compressor.compress).parameters.values()
     adds = any(parameter.name == "add" or parameter.kind is parameter.VAR_KEYWORD for parameter in taken)

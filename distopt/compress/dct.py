@@ -2,9 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 
@@ -69,14 +67,10 @@ class DCT(CompressorWrapper):
         self.tile = check_int("tile", tile, least=1)
         if self.tile > SIDE:
             raise ValueError(f"tile must be at most {SIDE}, got {tile}")
-        self.traits = replace(self.traits, has_hooks=True, recordable=False)
+        self.traits = replace(self.traits, has_hooks=True, recordable=False, state_prefix=FREQUENCIES)
 
     def around(self, compressor: Compressor) -> "DCT":
         return DCT(compressor, self.tile)
-
-    def kept(self, state: State) -> State:
-        """Return the states of coefficients by the names that they have within the exchange."""
-        return cast(State, OfFrequencies(state))
 
     def compress(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
         """Return the payload of the coefficients of x, which stays as it is."""
@@ -113,37 +107,6 @@ class DCT(CompressorWrapper):
 
     def __repr__(self) -> str:
         return f"DCT({self.compressor!r}{f', tile={self.tile}' * (self.tile != SIDE)})"
-
-
-class OfFrequencies(MutableMapping[str, np.ndarray]):
-    """States of coefficients by the names that they would have as states of gradients.
-
-    Args:
-        state: all states.
-
-    Example:
-        >>> state = {"residual": 1, "frequencies of residual": 2}
-        >>> OfFrequencies(state)["residual"], dict(OfFrequencies(state))
-        (2, {'residual': 2})
-    """
-
-    def __init__(self, state: State):
-        self._state = state
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._state[FREQUENCIES + name]
-
-    def __setitem__(self, name: str, array: np.ndarray) -> None:
-        self._state[FREQUENCIES + name] = array
-
-    def __delitem__(self, name: str) -> None:
-        del self._state[FREQUENCIES + name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([name.removeprefix(FREQUENCIES) for name in self._state if name.startswith(FREQUENCIES)])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.checks import as_float, check_bool, check_float, check_int
-from distopt.compress.base import Compressor
+from distopt.compress.base import Compressor, at_density
 from distopt.compress.context import BucketContext, ExchangeContext, layout_of
 from distopt.compress.elias_fano import Packed
 from distopt.compress.entry_shards import EntryShards
@@ -124,7 +124,8 @@ class DeepGradientCompression(Compressor):
         return stage
 
     def at_density(self, density: float) -> "DeepGradientCompression":
-        return DeepGradientCompression(self.selector.at_density(density), **self._options())
+        """Return the same with another density."""
+        return DeepGradientCompression(at_density(self.selector, density), **self._options())
 
     def _options(self) -> dict[str, Any]:
         """Arguments of the constructor, but for selector and warm-up."""
@@ -149,7 +150,7 @@ class DeepGradientCompression(Compressor):
         selected = 0 if summed.all() else self.selector.payload_bytes(n, itemsize, layout.select(~summed))
         return None if selected is None else selected + itemsize * elements
 
-    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+    def breakdown(self, payload: np.ndarray | None, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
         layout = layout_of(x, context)
         selected = self.selected(layout, context)
         of_selected = self.selector.breakdown(payload, x, self.selection(layout, context))
@@ -163,9 +164,6 @@ class DeepGradientCompression(Compressor):
             return inner._replace(counts=counts)
 
         return breakdown
-
-    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
-        return self.selector.expected_breakdown(n, itemsize, self._selected_members(layout, ExchangeContext()))
 
     def begin(self, x: np.ndarray, state: State, context: ExchangeContext) -> None:
         """Bring the momentum of the weight decay forward, which is the same on all ranks.
@@ -213,11 +211,7 @@ class DeepGradientCompression(Compressor):
             planes, residual, _ = self._select(x, state, context)
             return planes, residual
 
-        return remembering(EntryShards(self.selector, self.selector.value, choose, self._selected_members))
-
-    def _selected_members(self, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:
-        """Return the members that entries are selected from."""
-        return layout.select(self.selected(layout, context))
+        return remembering(EntryShards(self.selector, self.selector.value, choose))
 
     def selected(self, layout: BucketLayout, context: ExchangeContext) -> np.ndarray:
         """Return which members entries are selected from, a bool each."""

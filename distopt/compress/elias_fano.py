@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from distopt import device, kernels
-from distopt.compress.base import Compressor
+from distopt.compress.base import Compressor, at_density, count_selected, of_sum
 from distopt.compress.context import ExchangeContext, layout_of, per_payload
 from distopt.compress.planes import INDEX, payload_size, unpack_entries
 from distopt.compress.top_k import FixedDensity, Increment, Sparse
@@ -82,13 +82,16 @@ class Packed(Sparse):
         self.reselect, self.block = selector.reselect, selector.block
 
     def at_density(self, density: float) -> "Packed":
-        return Packed(cast(Sparse, self.selector.at_density(density)), self.index, self.value)
+        """Return the same with another density."""
+        return Packed(cast(Sparse, at_density(self.selector, density)), self.index, self.value)
 
     def of_sum(self, ranks: int) -> "Packed":
-        return Packed(cast(Sparse, self.selector.of_sum(ranks)), self.index, self.value)
+        """Return the same for sums over so many ranks."""
+        return Packed(cast(Sparse, of_sum(self.selector, ranks)), self.index, self.value)
 
     def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
-        self.selector.count_selected(x, counts)
+        """Add to ``counts[0]``, an int64, for how many entries of x there must be room."""
+        count_selected(self.selector, x, counts)
 
     def expected_parts(self, layout: BucketLayout) -> list[tuple[int, int, int]] | None:
         return self.selector.expected_parts(layout)
@@ -121,27 +124,25 @@ class Packed(Sparse):
         capacity = self.capacity(n, itemsize, layout)
         return None if capacity is None else int(packing(n, capacity, self.value)["bytes"][0])
 
-    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+    def breakdown(self, payload: np.ndarray | None, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
         """Tell values with their scales, and what stands between them and the header: indices."""
-        layout, n, on_host, upper = layout_of(x, context), x.size, not device.on_gpu(x), None
-        k = int(payload[:HEADER].view(np.uint32)[2]) if on_host else self.payload_capacity(payload, x, context)
+        layout, n, upper = layout_of(x, context), x.size, None
+        if payload is None:
+            k = self.capacity(n, x.itemsize, layout) or 0
+        elif device.on_gpu(x):
+            k = self.payload_capacity(payload, x, context)
+        else:
+            k = int(payload[:HEADER].view(np.uint32)[2])
         parts, counts = packing(n, k, self.value), self.known_counts(k, layout)
-        if on_host and counts is None:
+        if payload is not None and not device.on_gpu(x) and counts is None:
             upper = payload[int(parts["high"][0]) : int(parts["jumps"][0])].copy()
 
         def breakdown() -> PayloadBreakdown:
             found = counts if upper is None else counts_by_upper_part(upper, parts, layout)
-            return self._breakdown_of(k, n, layout)._replace(counts=found)
+            values = VALUES[self.value].value_bytes(k)
+            return self.breakdown_of(k, values, int(parts["values"][0]) - HEADER, layout)._replace(counts=found)
 
         return breakdown
-
-    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
-        return self._breakdown_of(self.capacity(n, itemsize, layout) or 0, n, layout)
-
-    def _breakdown_of(self, k: int, n: int, layout: BucketLayout) -> PayloadBreakdown:
-        """Return that of a payload of k of n entries."""
-        values = VALUES[self.value].value_bytes(k)
-        return self.breakdown_of(k, values, int(packing(n, k, self.value)["values"][0]) - HEADER, layout)
 
     def choice_bits(self, k: int, layout: BucketLayout) -> int:
         return self.selector.choice_bits(k, layout)

@@ -12,14 +12,13 @@ from distopt import device, kernels
 from distopt.compress import sections
 from distopt.compress.context import ExchangeContext
 from distopt.compress.planes import INDEX, add_planes, combination_bits, counts_by_member, unpack_entries
-from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member, remembered
+from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, ShardTraits, by_member, remembered
 from distopt.compress.state import State
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
 NOTHING = BucketLayout([], [], [], np.float32)
 Choose = Callable[[np.ndarray, State, ExchangeContext], tuple[np.ndarray, np.ndarray]]
-Cut = Callable[[BucketLayout, ExchangeContext], BucketLayout]
 
 
 class Selector(Protocol):
@@ -55,24 +54,16 @@ class EntryShards(ShardCodec):
         value: the format of values (``sections.FORMATS``).
         choose: moves what is sent of a bucket out of an array; returns the planes of the entries, and the array.  None
             for what the selector chooses of the gradients, or of the residual with them.
-        cut: returns the members of a bucket from which entries are chosen; None for all.
     """
 
-    def __init__(
-        self,
-        selector: Selector,
-        value: str,
-        choose: Choose | None = None,
-        cut: Cut | None = None,
-    ):
-        self._selector, self._value, self._choose, self._cut = selector, value, choose, cut
+    def __init__(self, selector: Selector, value: str, choose: Choose | None = None):
+        self._selector, self._value, self._choose = selector, value, choose
         self._part_starts = functools.lru_cache(4096)(selector.part_starts)
-        self.block, self.ragged = selector.block, selector.known_entries(NOTHING, summed=False) is None
-        if not selector.reselect:
-            self.note = "; sums are exact, and their bytes grow with the ranks"
-
-    def cut(self, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:
-        return layout if self._cut is None else self._cut(layout, context)
+        self.traits = ShardTraits(
+            selector.block,
+            ragged=selector.known_entries(NOTHING, summed=False) is None,
+            note="" if selector.reselect else "; sums are exact, and their bytes grow with the ranks",
+        )
 
     def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes] | None:
         edges = np.array([(piece.start, piece.stop) for piece in pieces], np.int64).reshape(-1, 2)
@@ -121,7 +112,7 @@ class EntryShards(ShardCodec):
         return self._selector.select(memory, context, add), memory
 
     def edges(self, pieces: Sequence[Piece]) -> np.ndarray:
-        if not self.ragged:
+        if not self.traits.ragged:
             return np.zeros(0, np.int64)
         starts = [piece.start + self._part_starts(piece.layout) for piece in pieces]
         return np.concatenate([*starts, [pieces[-1].stop]]).astype(np.int64)
@@ -173,7 +164,7 @@ class EntryShards(ShardCodec):
 
     def _entries(self, counts: np.ndarray, pieces: Sequence[Piece]) -> np.ndarray:
         """Return the entries of each piece of a bucket, from those of each part."""
-        if not self.ragged:
+        if not self.traits.ragged:
             return np.array([self.known_entries(piece, summed=False) for piece in pieces], np.int64)
         starts = list(itertools.accumulate((len(self._part_starts(piece.layout)) for piece in pieces[:-1]), initial=0))
         return np.add.reduceat(counts, starts) if pieces else np.zeros(0, np.int64)
@@ -185,7 +176,7 @@ class EntryShards(ShardCodec):
         index, entry = sections.unpack([payload.data for payload in payloads], rows, total, context)
         cuts = [slice(a, a + n) for a, n in zip(rows["plane"].tolist(), entries.tolist(), strict=True)]
         add_planes([(index[cut], entry[cut]) for cut in cuts], total, context)
-        if device.on_gpu(total) or not self.ragged:
+        if device.on_gpu(total) or not self.traits.ragged:
             return np.zeros(0, np.int64)
         starts = self._part_starts(piece.layout)
         return np.bincount(starts.searchsorted(index, "right") - 1, minlength=len(starts))

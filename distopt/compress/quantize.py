@@ -44,17 +44,14 @@ class Codec(Lossy):
         """Return the bytes of the codes of n elements, without what fills up the last word."""
         return -(-n * self.bits // 8)
 
-    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+    def breakdown(self, payload: np.ndarray | None, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
         """Tell header and codes apart; a host estimates from some of them to how few bits all could be coded."""
-        n, bits, codes, header = x.size, self.bits, payload[self.header :], 8 * self.header
-        nbytes = codes.nbytes
-        if device.on_gpu(codes):
+        n, bits, header = x.size, self.bits, 8 * self.header
+        nbytes = self.payload_bytes(n, x.itemsize) - self.header
+        if payload is None or device.on_gpu(payload):
             return lambda: PayloadBreakdown(nbytes)
-        sample = codes[sampled(-(-n * bits // 8))]
+        sample = payload[self.header :][sampled(-(-n * bits // 8))]
         return lambda: PayloadBreakdown(nbytes, ideal=header + round(n * entropy(count_codes(sample, bits, n))))
-
-    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
-        return PayloadBreakdown(self.payload_bytes(n, itemsize, layout) - self.header)
 
     def compress(
         self, x: np.ndarray, state: State, context: ExchangeContext, add: np.ndarray | None = None

@@ -93,21 +93,31 @@ class Selected(NamedTuple):
     memory: np.ndarray
 
 
+class ShardTraits(NamedTuple):
+    """What a compressor is in a two-phase exchange.
+
+    Args:
+        block: borders of shards are multiples of so many elements from the start of a member.
+        ragged: lengths of payloads depend on the data.
+        memory: how much outlives a step of what a rank or an owner does not send (the states ``RESIDUAL`` and
+            ``OWED``); None: it is dropped.
+        note: what a description of the exchange says of it; '' for nothing.
+    """
+
+    block: int = 64
+    ragged: bool = False
+    memory: float | None = None
+    note: str = ""
+
+
 class ShardCodec(abc.ABC):
     """A compressor in a two-phase exchange.
 
     Attributes:
-        block: borders of shards are multiples of so many elements from the start of a member.
-        ragged: lengths of payloads depend on the data.
-        note: what a description of the exchange says of it; '' for nothing.
-        memory: how much outlives a step of what a rank or an owner does not send (the states ``RESIDUAL`` and
-            ``OWED``); None: it is dropped.
+        traits: what it is there.
     """
 
-    block = 64
-    ragged = False
-    memory: float | None = None
-    note = ""
+    traits = ShardTraits()
 
     @abc.abstractmethod
     def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes] | None:
@@ -122,10 +132,6 @@ class ShardCodec(abc.ABC):
             The bytes; None if they depend on the data even so.
         """
 
-    def cut(self, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:
-        """Return the members of a bucket that are cut into shards; the others are summed as they are."""
-        return layout
-
     def known_entries(self, piece: Piece, summed: bool) -> int | None:
         """Return how many entries the payload of a piece has, 0 if all elements are sent; None if nobody knows before.
 
@@ -133,7 +139,7 @@ class ShardCodec(abc.ABC):
             piece: the piece.
             summed: whether it is a payload of the second phase.
         """
-        return None if self.ragged else 0
+        return None if self.traits.ragged else 0
 
     def edges(self, pieces: Sequence[Piece]) -> np.ndarray:
         """Return the elements of a bucket at which entries are counted, ascending, ``(edges,)`` of int64.
@@ -275,7 +281,7 @@ class ElementShards(ShardCodec):
 def remembering(codec: ShardCodec, memory: float = 1.0) -> ShardCodec:
     """Return the same for a compressor with a memory: gradients are added to the residual, and so are sums."""
     twin = copy.copy(codec)
-    twin.memory = memory
+    twin.traits = codec.traits._replace(memory=memory)
     return twin
 
 
@@ -283,9 +289,9 @@ def remembered(
     codec: ShardCodec, x: np.ndarray, state: State, context: ExchangeContext
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the array that is sent of, and what is added to it: a residual, decayed, and x; or x, and None."""
-    if codec.memory is None:
+    if codec.traits.memory is None:
         return x, None
-    return decayed(state_array(state, RESIDUAL, x), codec.memory, context), x
+    return decayed(state_array(state, RESIDUAL, x), codec.traits.memory, context), x
 
 
 def parts(codec: ShardCodec, piece: Piece) -> int:

@@ -1,11 +1,12 @@
 """What a rank keeps of a bucket between steps: by name, and by what becomes of it where ranks come and go."""
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TypeVar, cast
 
 import numpy as np
 
 from distopt import device, kernels
+from distopt.compress.traits import Traits
 
 # What all ranks have the same is *shared*: a rank that joins is given it.  A rank's *own* is what no compressor has
 # seen yet.  All the rest is *pending*, it waits to be sent: residuals, velocities, and what the owner of a shard owes.
@@ -36,6 +37,38 @@ def own(state: Mapping[str, T]) -> dict[str, T]:
 def pending(state: Mapping[str, T]) -> dict[str, T]:
     """Return what waits to be sent, by name."""
     return {name: kept for name, kept in state.items() if name not in SHARED | OWN}
+
+
+class Prefixed(MutableMapping[str, T]):
+    """Those of a bucket's states whose names begin with a text, by what follows it.
+
+    Example:
+        >>> dict(Prefixed({"residual": 1, "frequencies of residual": 2}, "frequencies of "))
+        {'residual': 2}
+    """
+
+    def __init__(self, state: dict[str, T], prefix: str):
+        self._state, self._prefix = state, prefix
+
+    def __getitem__(self, name: str) -> T:
+        return self._state[self._prefix + name]
+
+    def __setitem__(self, name: str, array: T) -> None:
+        self._state[self._prefix + name] = array
+
+    def __delitem__(self, name: str) -> None:
+        del self._state[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name.removeprefix(self._prefix) for name in self._state if name.startswith(self._prefix)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def prefixed(state: State, traits: Traits) -> State:
+    """Return a bucket's states by the names that a compressor of these traits knows them by."""
+    return cast(State, Prefixed(state, traits.state_prefix)) if traits.state_prefix else state
 
 
 def state_array(state: State, name: str, x: np.ndarray) -> np.ndarray:

@@ -93,12 +93,16 @@ class Sparse(Lossy):
         """Return how many entries are sent of tensors, or parts that begin at multiples of ``block``; None: unknown."""
         return None
 
-    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
-        layout, itemsize, (index, _) = layout_of(x, context), x.itemsize, unpack_entries(payload, x.dtype)
-        counts = self.known_counts(index.size, layout)
-        if counts is None and not device.on_gpu(x):
-            counts = counts_by_member(index, layout)
-        k = index.size
+    def breakdown(self, payload: np.ndarray | None, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+        layout, itemsize = layout_of(x, context), x.itemsize
+        if payload is None:
+            k = (self.payload_bytes(x.size, itemsize, layout) or 0) // (itemsize + INDEX)
+            counts = self.known_counts(k, layout)
+        else:
+            index, _ = unpack_entries(payload, x.dtype)
+            k, counts = index.size, self.known_counts(index.size, layout)
+            if counts is None and not device.on_gpu(x):
+                counts = counts_by_member(index, layout)
         return lambda: self.breakdown_of(k, k * itemsize, k * INDEX, layout)._replace(counts=counts)
 
     def breakdown_of(self, k: int, values: int, indices: int, layout: BucketLayout) -> PayloadBreakdown:
@@ -205,10 +209,6 @@ class FixedDensity(Sparse):
         check_size(n)
         return payload_size(self.counts(self.parts(sizes_of(n, layout))).sum(), itemsize)
 
-    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
-        k = int(self.counts(self.parts(sizes_of(n, layout))).sum())
-        return self.breakdown_of(k, k * itemsize, k * INDEX, layout)
-
     @abc.abstractmethod
     def with_density(self, density: float) -> "FixedDensity":
         """Return a selector of another fraction, of each tensor."""
@@ -270,6 +270,7 @@ class TopK(FixedDensity):
         return TopK(density, True, self.reselect)
 
     def at_density(self, density: float) -> "TopK":
+        """Return the same with another density."""
         return TopK(density, self.per_tensor, self.reselect)
 
     def counts(self, sizes: np.ndarray) -> np.ndarray:
@@ -400,6 +401,7 @@ class Threshold(Sparse):
         return self._extract_on_gpu(x, added, context) if device.on_gpu(x) else self._extract_on_host(x, added, context)
 
     def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
+        """Add to ``counts[0]``, an int64, for how many entries of x there must be room."""
         kernels.count_above(x, counts, self._bound(x))
 
     def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
@@ -409,6 +411,7 @@ class Threshold(Sparse):
         return self.of_sum(context.size).extract(x, Increment(add, x[:0]), context)
 
     def of_sum(self, ranks: int) -> "Threshold":
+        """Return the same for sums over so many ranks."""
         return Threshold(threshold_of_sum(self.magnitude, ranks), self.reselect)
 
     def _bound(self, x: np.ndarray) -> int:

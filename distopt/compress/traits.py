@@ -27,6 +27,8 @@ class Traits:
             the compressor's ``repr`` is the same.
         budget: the bytes that a rank sends in a step, or a schedule of k that returns them, by which ``at_density`` is
             chosen; None if the compressor knows its density, or has none.
+        state_prefix: how the names of its states begin in a bucket; '' unless they are none of gradients, as those of
+            coefficients are not, which no other compressor of the bucket must send.
 
     Example:
         >>> from distopt.compress import ErrorFeedback, TopK
@@ -47,6 +49,7 @@ class Traits:
     counts_senders: bool = False
     recordable: bool = False
     budget: Budget | None = None
+    state_prefix: str = ""
 
 
 OLD_NAMES = frozenset(field.name for field in fields(Traits))

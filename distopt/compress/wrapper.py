@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from distopt.compress.base import Compressor
+from distopt.compress.base import Compressor, at_density, of_sum
 from distopt.compress.context import ExchangeContext
-from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
+from distopt.kernels.breakdown import LazyBreakdown
 from distopt.kernels.layout import BucketLayout
 
 
@@ -38,19 +38,18 @@ class CompressorWrapper(Compressor):
         return self if inner is self.compressor else self.around(inner)
 
     def at_density(self, density: float) -> "CompressorWrapper":
-        return self.around(self.compressor.at_density(density))
+        """Return the same with another density."""
+        return self.around(at_density(self.compressor, density))
 
     def of_sum(self, ranks: int) -> "CompressorWrapper":
-        return self.around(self.compressor.of_sum(ranks))
+        """Return the same for sums over so many ranks."""
+        return self.around(of_sum(self.compressor, ranks))
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
         return self.compressor.payload_bytes(n, itemsize, layout)
 
-    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+    def breakdown(self, payload: np.ndarray | None, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
         return self.compressor.breakdown(payload, x, context)
-
-    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
-        return self.compressor.expected_breakdown(n, itemsize, layout)
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:
         self.compressor.decompress(payload, out, context)

@@ -1,6 +1,7 @@
 """The capacity of payloads whose length depends on the data: on a GPU a number that all ranks know before."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ from distopt import device
 from distopt.buckets import BucketSet
 from distopt.comm import Communicator
 from distopt.compress import Compressor
+from distopt.compress.base import count_selected
 from distopt.device import AsyncReadback
 
 Count = Callable[[np.ndarray, np.ndarray], None]
@@ -74,7 +76,7 @@ class PayloadCapacity:
     def counted(self, compressor: Compressor, arrays: Sequence[np.ndarray]) -> Iterator[None]:
         """Exchange arrays, one per bucket: with their own counts, or with a residual for the next step.  Collective."""
         if not compressor.traits.stateful:
-            self.count(arrays, compressor.count_selected)
+            self.count(arrays, functools.partial(count_selected, compressor))
         yield
         if compressor.traits.stateful:
             self.send()

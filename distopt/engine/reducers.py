@@ -17,7 +17,7 @@ from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.base import payload_nbytes
 from distopt.compress.context import Senders
-from distopt.compress.state import OWED, pending, settle
+from distopt.compress.state import OWED, pending, prefixed, settle
 from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
@@ -125,12 +125,11 @@ class CollectiveReducer(Unreduced):
 
     def _travelling(self, bucket: Bucket, x: np.ndarray) -> TravellingBucket:
         """Return a bucket as exchanges take it; nobody owns a shard of it, so what was owed waits with the rest."""
-        compressor, step = self._compressor, self._step_context
-        context = step.exchange_context(bucket, self._comm, compressor, self._text)
-        state = compressor.kept(bucket.state)
-        if OWED in state and compressor.traits.stateful:
+        travelling = self._step_context.travelling_bucket(bucket, x, self._comm, self._compressor, self._text)
+        _, state, context, _ = travelling
+        if OWED in state and self._compressor.traits.stateful:
             settle(x, state, skip_flag=context.skip_flag)
-        return x, state, context, step.tag(bucket)
+        return travelling
 
     def _exchange(self, bucket: Bucket, x: np.ndarray) -> Reduced:
         comm, compressor = self._comm, self._compressor
@@ -177,10 +176,7 @@ class TwoPhaseReducer(Unreduced):
         together = [buckets[k] for k in self._phases.buckets]
         alone = [pair for k, pair in enumerate(buckets) if k not in self._phases.buckets]
         text = repr(compressor) if comm.gpu is not None and compressor.traits.recordable else ""
-        travelling = [
-            (x, compressor.kept(b.state), step.exchange_context(b, comm, compressor, text), step.tag(b))
-            for b, x in together
-        ]
+        travelling = [step.travelling_bucket(bucket, x, comm, compressor, text) for bucket, x in together]
         if compressor.traits.has_hooks:
             with comm.on_comm_stream():
                 for x, state, context, _ in travelling:
@@ -230,8 +226,8 @@ class NodeReducer(Unreduced):
         for bucket in self._store.buckets:
             if compressor.traits.has_hooks and bucket.number not in mine:
                 # What is the same on all ranks goes on everywhere.
-                context = step.exchange_context(bucket, between, compressor)
-                compressor.begin(arrays[bucket.number], compressor.kept(bucket.state), context)
+                x, state, context, _ = step.travelling_bucket(bucket, arrays[bucket.number], between, compressor)
+                compressor.begin(x, state, context)
         return map(unsharded, arrays)
 
 
@@ -299,7 +295,8 @@ class KeepStates(Reducer):
         undo, known = Undo(), list[set[str]]()
         for bucket in self._store.buckets:
             if not self._names.isdisjoint(bucket.spec.names) and self._compressor.traits.stateful:
-                settle(bucket.gradient, self._compressor.kept(bucket.state), skip_flag=self._store.skip_flag)
+                state = prefixed(bucket.state, self._compressor.traits)
+                settle(bucket.gradient, state, skip_flag=self._store.skip_flag)
             # After it was settled: what an owner owed may have gone, and a residual come.
             known.append(set(bucket.state))
             for place in self._places(bucket, bucket.state.values()):
@@ -410,6 +407,13 @@ class StepContext:
         if bucket is None:
             return MessageTag("gradients", self._progress.updates + 1)
         return MessageTag("gradients", self._progress.updates + 1, bucket.number, bucket.gradients)
+
+    def travelling_bucket(
+        self, bucket: Bucket, x: np.ndarray, comm: Communicator, compressor: Compressor, text: str = ""
+    ) -> TravellingBucket:
+        """Return a bucket as exchanges take it."""
+        context = self.exchange_context(bucket, comm, compressor, text)
+        return x, prefixed(bucket.state, compressor.traits), context, self.tag(bucket)
 
     def exchange_context(
         self, bucket: Bucket, comm: Communicator, compressor: Compressor, text: str = ""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from distopt.compress import Compressor
+from distopt.compress.base import at_density
 from distopt.exchange.step_traffic import node_messages, step_messages
 from distopt.kernels.layout import BucketLayout
 
@@ -46,7 +47,7 @@ def within(
     """
 
     def sent(density: float) -> float:
-        fixed = compressor.at_density(density)
+        fixed = at_density(compressor, density)
         if exchange == "nodes":
             by_nodes = node_messages(plan, fixed, ranks // per_node, per_node, break_even)
             assert by_nodes is not None
@@ -62,7 +63,7 @@ def within(
     if density < SPARSEST:
         least = math.ceil(sent(SPARSEST))
         raise ValueError(f"bytes must be at least {least:,} a step, for one entry of each part, got {budget:,.12g}")
-    return compressor.at_density(_last(lambda d: sent(d) <= budget, density, min(1.0, 2 * density)))
+    return at_density(compressor, _last(lambda d: sent(d) <= budget, density, min(1.0, 2 * density)))
 
 
 def _last(fits: Callable[[float], bool], low: float, high: float) -> float:

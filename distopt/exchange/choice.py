@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.base import payload_nbytes
+from distopt.compress.base import compressed_members, payload_nbytes
 from distopt.compress.shards import Piece, ShardCodec
-from distopt.exchange.sharding import Sharding, Starts, cut_for
+from distopt.exchange.sharding import Starts, cut_for
 from distopt.kernels.layout import BucketLayout
 
 EXCHANGES = ("auto", "gather", "two_phase", "nodes")
@@ -20,21 +20,12 @@ class TwoPhase(NamedTuple):
     Args:
         codec: the compressor, as it takes part.
         buckets: the numbers of the buckets that take part; the others are exchanged one by one.
+        members: of each of them the members that take part; the others are summed as they are.
     """
 
     codec: ShardCodec
     buckets: tuple[int, ...]
-
-    def shards(self, plan: Sequence[BucketLayout], ranks: int, starts: Starts = ()) -> Sharding:
-        """Return the shards of the buckets that take part.
-
-        Args:
-            plan: the layout of each bucket.
-            ranks: their number.
-            starts: where shards begin; () for shards of as many elements.
-        """
-        context = ExchangeContext(size=ranks)
-        return cut_for(self.codec, [self.codec.cut(plan[k], context) for k in self.buckets], ranks, starts)
+    members: tuple[BucketLayout, ...]
 
     def describe(self, plan: Sequence[BucketLayout], ranks: int, starts: Starts = ()) -> str:
         """Return a line on what it does.
@@ -51,10 +42,10 @@ class TwoPhase(NamedTuple):
             >>> two_phases("auto", TopK(0.01), plan, 8).describe(plan, 8)
             'two-phase, 8 shards of 124,992 to 125,056 elements'
         """
-        codec, sizes = self.codec, self.shards(plan, ranks, starts).sizes
+        sizes = cut_for(self.codec, self.members, ranks, starts).sizes
         alone = len(plan) - len(self.buckets)
         others = f"; {alone} of {len(plan)} buckets one by one" if alone else ""
-        return f"two-phase, {ranks} shards of {min(sizes):,} to {max(sizes):,} elements{codec.note}{others}"
+        return f"two-phase, {ranks} shards of {min(sizes):,} to {max(sizes):,} elements{self.codec.traits.note}{others}"
 
 
 def two_phases(
@@ -93,14 +84,13 @@ def two_phases(
         return None
     if exchange == "auto" and (ranks == 2 or (ranks - 1) * gathered_bytes(compressor, plan) < GATHER_BELOW):
         return None
-    context = ExchangeContext(size=ranks)
-    smaller = tuple(k for k, layout in enumerate(plan) if not break_even or _is_smaller(codec, layout, context))
-    return TwoPhase(codec, smaller) if smaller else None
+    members = [compressed_members(compressor, layout, ExchangeContext(size=ranks)) for layout in plan]
+    smaller = {k: of_bucket for k, of_bucket in enumerate(members) if not break_even or _is_smaller(codec, of_bucket)}
+    return TwoPhase(codec, tuple(smaller), tuple(smaller.values())) if smaller else None
 
 
-def _is_smaller(codec: ShardCodec, layout: BucketLayout, context: ExchangeContext) -> bool:
-    """Tell if what is exchanged of a bucket in two phases is fewer bytes than its dense sum."""
-    members = codec.cut(layout, context)
+def _is_smaller(codec: ShardCodec, members: BucketLayout) -> bool:
+    """Tell if what is exchanged of a bucket's members in two phases is fewer bytes than their dense sum."""
     expected = codec.expected_bytes(members, [Piece(0, 0, 0, members.extent, members)], summed=False)
     return expected is None or expected[0].total <= int(members.records["size"].sum()) * members.dtype.itemsize
 

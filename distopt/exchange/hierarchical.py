@@ -17,6 +17,7 @@ from distopt.buckets import Bucket
 from distopt.comm import Communicator
 from distopt.comm.communicator import sum_in_rank_order
 from distopt.compress import Compressor
+from distopt.compress.base import of_sum
 from distopt.compress.state import pending, state_array
 from distopt.exchange.choice import TwoPhase, two_phases
 from distopt.kernels.layout import BucketLayout
@@ -88,7 +89,7 @@ def node_exchange(
         per_node: ranks of a node.
         break_even: as of ``two_phases``.
     """
-    shares, of_sums = share_out([layout.extent for layout in plan], per_node), compressor.of_sum(per_node)
+    shares, of_sums = share_out([layout.extent for layout in plan], per_node), of_sum(compressor, per_node)
     columns = [[plan[k] for k in share] for share in shares]
     phases = [two_phases("auto", of_sums, column, nodes, break_even) if column else None for column in columns]
     return NodeExchange(shares, of_sums, phases)

@@ -97,7 +97,7 @@ def cut_for(codec: ShardCodec, layouts: Sequence[BucketLayout], ranks: int, star
         ranks: as of ``Sharding``.
         starts: where shards of as many entries begin.
     """
-    return cut(tuple(layouts), ranks, codec.block, starts if codec.ragged else ())
+    return cut(tuple(layouts), ranks, codec.traits.block, starts if codec.traits.ragged else ())
 
 
 class ShardBounds:

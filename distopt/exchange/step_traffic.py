@@ -9,12 +9,13 @@ import numpy as np
 from distopt.comm import byte_counts
 from distopt.comm.message import UNTAGGED
 from distopt.comm.meter import Meter
-from distopt.compress import Compressor, ExchangeContext
+from distopt.compress import BucketContext, Compressor, ExchangeContext
 from distopt.exchange.all_gather import Gather, sum_payloads
 from distopt.exchange.choice import TwoPhase, two_phases
 from distopt.exchange.entry_counts import message_bytes
 from distopt.exchange.hierarchical import Shares, node_exchange, rounds
 from distopt.exchange.program import Exchange, Lengths, Request, Sum
+from distopt.exchange.sharding import cut_for
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
@@ -129,12 +130,12 @@ def step_messages(
             found.append(Message("all_reduce", number, payload // size, size))
             continue
         payload -= elements * itemsize
-        context = ExchangeContext(size=ranks)
+        context = ExchangeContext(size=ranks, bucket=BucketContext(layout))
         gather = Gather(_array(payload, 1), x, compressor, context, UNTAGGED)
-        breakdown = functools.partial(compressor.expected_breakdown, layout.extent, itemsize, layout)
+        breakdown = compressor.breakdown(None, x, context)
         for request in asked(sum_payloads(gather, summed, lambda _: None, break_even), [payload] * ranks):
             found.append(message(request, number, [payload] * ranks, breakdown))
-    of_phases = _phase_messages(plan, phases, ranks) if phases else []
+    of_phases = _phase_messages(phases, ranks) if phases else []
     return None if of_phases is None else [*found, *of_phases]
 
 
@@ -204,14 +205,13 @@ def messages_inside(plan: Sequence[BucketLayout], shares: Shares, verb: str) -> 
     return found
 
 
-def _phase_messages(plan: Sequence[BucketLayout], phases: TwoPhase, ranks: int) -> list[Message] | None:
+def _phase_messages(phases: TwoPhase, ranks: int) -> list[Message] | None:
     """Return the messages of all buckets that are exchanged in two phases; None if they depend on the gradients."""
-    shards, codec, found = phases.shards(plan, ranks), phases.codec, []
+    shards, codec, found = cut_for(phases.codec, phases.members, ranks, ()), phases.codec, []
     for verb, summed in (("all_to_all", False), ("all_gather", True)):
         to_owner: list[list[int]] = [[] for _ in range(ranks)]
         values = indices = 0
-        for number, pieces in zip(phases.buckets, shards.of_bucket, strict=True):
-            layout = codec.cut(plan[number], ExchangeContext(size=ranks))
+        for layout, pieces in zip(phases.members, shards.of_bucket, strict=True):
             expected = codec.expected_bytes(layout, pieces, summed)
             if expected is None:
                 return None

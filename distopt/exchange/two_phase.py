@@ -19,6 +19,7 @@ from distopt import device
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
+from distopt.compress.base import compressed_members
 from distopt.compress.context import decayed, layout_of
 from distopt.compress.shards import Payload, Piece, ShardCodec
 from distopt.compress.state import OWED, settle, state_array
@@ -153,7 +154,7 @@ def two_phase_program(
         >>> run_ranks(3, main)[0]
         ([0, 1, 64, 128], [1.0, 6.0, 2.0, 3.0])
     """
-    layouts = [codec.cut(layout_of(x, context), context) for x, _, context, _ in buckets]
+    layouts = [compressed_members(compressor, layout_of(x, context), context) for x, _, context, _ in buckets]
     shards = cut_for(codec, layouts, buckets[0][2].size, bounds.starts)
     itemsizes = [x.itemsize for x, _, _, _ in buckets]
     entry_counts = HostCounts(codec, itemsizes) if comm.gpu is None else DeviceCounts(codec, itemsizes, shards, comm)
@@ -169,7 +170,7 @@ def two_phase_program(
             x, state, context, own_tag = bucket
             for watch in watches:
                 watch.before(bucket)
-            if codec.memory is not None:
+            if codec.traits.memory is not None:
                 settle_moved(bucket, [piece for piece in pieces if piece.owner == context.rank], owned)
             selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
             mask = compressor.uncompressed(layout_of(x, context), context)
@@ -194,14 +195,14 @@ def two_phase_program(
     for piece, here, total, counts in sums:
         x, state, _, _ = buckets[piece.bucket]
         memory = None
-        if codec.memory is not None:
-            memory = decayed(piece.of(state_array(state, OWED, x)), codec.memory, here)
+        if codec.traits.memory is not None:
+            memory = decayed(piece.of(state_array(state, OWED, x)), codec.traits.memory, here)
         results.append((piece, codec.compress_sum(total, memory, counts, piece, here)))
     gathered: list[tuple[Piece, Payload]] = yield ToAll(results, buckets, shards, entry_counts, labelled(results))
     received: list[list[Payload]] = [[] for _ in buckets]
     for piece, payload in gathered:
         received[piece.bucket].append(payload)
-    if codec.ragged:
+    if codec.traits.ragged:
         bounds.see(shards, [payload.entries for _, payload in gathered], buckets[0][2].step)
     of_buckets = zip(received, buckets, shards.of_bucket, strict=True)
     cut_up = [(payloads, x, context, pieces) for payloads, (x, _, context, _), pieces in of_buckets if pieces]

@@ -65,7 +65,9 @@ class SequentialBuckets:
         >>> from distopt.comm.message import UNTAGGED
         >>> from distopt.compress import ExchangeContext, TopK
         >>> from distopt.exchange.choice import TwoPhase
-        >>> phases = TwoPhase(TopK(0.5).sharded(), (0,))
+        >>> from distopt.kernels.layout import BucketLayout
+        >>> layout = BucketLayout(["x"], [(2,)], [0], np.float32)
+        >>> phases = TwoPhase(TopK(0.5).sharded(), (0,), (layout,))
         >>> exchange = SequentialBuckets(TopK(0.5), phases, [{}, {}], ShardBounds(), True, UNTAGGED)
         >>> x = np.empty(2, np.float32)
         >>> for rank, gradient in enumerate(([1, 2], [-3, 0])):

@@ -26,7 +26,7 @@ from distopt.comm.local import LocalControl
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
-from distopt.compress.state import State
+from distopt.compress.state import State, prefixed
 from distopt.engine.agreement import describe
 from distopt.engine.engine import Engine
 from distopt.engine.reducers import Reducer, Reducers, Vote
@@ -241,7 +241,8 @@ class SequentialReducer(Reducer):
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         engine, compressor = self._engine, self._compressor
-        kept = [[compressor.kept(state) for state in states] for states in self._losses.states_of(len(arrays))]
+        found = self._losses.states_of(len(arrays))
+        kept = [[prefixed(state, compressor.traits) for state in states] for states in found]
         exchange, nonfinite = self._make(), [dict[str, str]()]
         self._losses.keep_states()
         if compressor.traits.has_hooks:
@@ -350,7 +351,7 @@ class SequentialReducers(Reducers):
         """Return an exchange by nodes, once states lie where it needs them."""
         per_node, kept = len(plan.shares), self.losses.states_of(len(buckets))
         move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, self._owned_by_rank)
-        kept = [[plan.compressor.kept(state) for state in states] for states in kept]
+        kept = [[prefixed(state, plan.compressor.traits) for state in states] for states in kept]
         columns, tag = list[SequentialBuckets](), self._engine.step_context.tag()
         for place, phases in enumerate(plan.phases):
             owned = self._owned_by_rank[place::per_node]

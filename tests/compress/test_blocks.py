@@ -355,7 +355,7 @@ def test_shards_have_the_codes_of_the_whole(kind, rounding, sizes, ranks, dtype,
     members, compressor = bucket(sizes, dtype), KINDS[kind](64, rounding)
     context, codec = context_of(members, size=ranks, step=seed % 5), compressor.sharded()
     x = filled(members, seed)
-    pieces = cut((members,), ranks, codec.block).of_bucket[0]
+    pieces = cut((members,), ranks, codec.traits.block).of_bucket[0]
     whole, cut_up, found = x.copy(), x.copy(), np.zeros_like(x)
     sent = decoded(compressor, compressor.compress(whole, {}, context), x.size, dtype, context)
     nothing = np.empty(0, np.int64)  # all elements are sent, so that no entries are counted

@@ -196,7 +196,7 @@ def test_a_payload_and_its_forecast_consist_of_the_same():
     context = ExchangeContext(bucket=BucketContext(layout))
     for compressor in (Chunks(4, 64), Packed(Chunks(4, 64), value="int8")):
         found = compressor.breakdown(compressor.compress(x.copy(), {}, context), x, context)()
-        assert found[:3] == compressor.expected_breakdown(812, 4, layout)[:3]
+        assert found[:3] == compressor.breakdown(None, x, context)()[:3]
         assert found.counts.tolist() == [7, 44]
 
 

@@ -17,6 +17,7 @@ from distopt.compress import (
     TopK,
 )
 from distopt.compress.dct import bases, parts_of
+from distopt.compress.state import prefixed
 from distopt.kernels.layout import BucketLayout
 from distopt.optim import SGD
 
@@ -104,7 +105,7 @@ def test_what_is_sent_and_what_stays_add_up_in_both_domains(shapes, seed):
     x, context, state = filled(layout, seed), ExchangeContext(bucket=BucketContext(layout)), {}
     sent = np.zeros_like(x)
     before = DEMO.coefficients(x, context).copy()
-    DEMO.decompress(DEMO.compress(x, DEMO.kept(state), context), sent, context)
+    DEMO.decompress(DEMO.compress(x, prefixed(state, DEMO.traits), context), sent, context)
     assert list(state) == ["frequencies of residual"]
     residual = state["frequencies of residual"]
     np.testing.assert_array_equal(residual + sent, before)

@@ -9,6 +9,7 @@ import laws
 from distopt import DistOpt, Parameter, run_ranks, simulate
 from distopt.comm import Metered
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, Threshold, TopK
+from distopt.compress.base import at_density
 from distopt.optim import SGD
 
 SHAPES = [(200, 100), (70,), (30, 30, 30), (5,)]
@@ -117,4 +118,4 @@ def test_wrong_budgets_are_refused():
     with pytest.raises(ValueError, match="bytes must be those of a step"):
         TopK(bytes=100).payload_bytes(1000)
     with pytest.raises(TypeError, match="must have a density"):
-        Threshold(1.0).at_density(0.1)
+        at_density(Threshold(1.0), 0.1)

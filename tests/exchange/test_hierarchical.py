@@ -24,6 +24,7 @@ from distopt.compress import (
     TopK,
     TwoBit,
 )
+from distopt.compress.base import of_sum
 from distopt.exchange.hierarchical import share_out
 from distopt.exchange.sharding import ShardBounds
 from distopt.lab import buckets as planned
@@ -72,7 +73,7 @@ def test_nodes_have_the_bits_of_as_many_ranks_with_their_sums(compressor, nodes,
         return [a + b for a, b in zip(integers(2 * node, step), integers(2 * node + 1, step), strict=True)]
 
     def alone(comm):
-        of_sums = compressor.of_sum(2)
+        of_sums = of_sum(compressor, 2)
         if isinstance(compressor, DeepGradientCompression):  # whose decay and bound count per gradient
             options = compressor._options() | {"clip_norm": 4.0, "weight_decay": 0.02}
             of_sums = DeepGradientCompression(compressor.selector, **options)

@@ -9,6 +9,7 @@ import numpy as np
 
 from distopt.compress import DCT, Compressor, ExchangeContext, TopK
 from distopt.compress.planes import unpack_entries
+from distopt.compress.state import prefixed
 from distopt.lab.laws.runs import require
 from distopt.optim.part import Equations
 
@@ -32,7 +33,7 @@ def conservation(
 
     What is before is x, or its coefficients, and what a compressor with a memory has kept: ``residual``.
     """
-    context, state, before = ExchangeContext(size=size), compressor.kept({}), x.copy()
+    context, state, before = ExchangeContext(size=size), prefixed({}, compressor.traits), x.copy()
     if isinstance(compressor, DCT):
         before = compressor.coefficients(x, context).copy()
     if compressor.traits.stateful:
