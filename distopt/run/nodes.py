@@ -24,6 +24,7 @@ from distopt.comm.launchers import LOOPBACK, meeting
 from distopt.comm.listener import ACCEPTED, TIMEVAL, RankListener, Words, connect
 from distopt.resilience import job
 from distopt.resilience.environment import ADDRESS
+from distopt.resilience.signals import Requests
 from distopt.run.exit_watch import End
 from distopt.run.processes import END_SECONDS, POLL_SECONDS, handling_signals, say
 from distopt.run.rendezvous import Rendezvous
@@ -290,7 +291,7 @@ class Agent:
             folder,
             lambda member, message: self._link.send(of=member, message=message),
         )
-        self._asked = 0
+        self._asked = Requests()
         self._code: int | None = None  # of the job
         self._grace: float | None = None  # in which ranks are to end
 
@@ -312,7 +313,7 @@ class Agent:
                 if news != before:
                     self._link.send(**news)
                     before = news
-                if self._asked > 1:
+                if self._asked.count > 1:
                     ranks.end(END_SECONDS)
                 elif self._grace is not None:
                     ranks.end(self._grace)
@@ -338,5 +339,5 @@ class Agent:
                     return
 
     def _ask(self, number: int) -> None:
-        self._asked += 1
-        self._link.send(asked=number)
+        if self._asked.count_signal(number):
+            self._link.send(asked=number)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from distopt.resilience import job
 from distopt.resilience.report import waiting
+from distopt.resilience.signals import Requests
 from distopt.resilience.timeouts import VARIABLE, limits
 from distopt.resilience.watchdog import EXIT as TOO_LATE
 from distopt.run.exit_watch import Fault, exit_code
@@ -31,7 +32,7 @@ class Supervisor:
         # elastic: ranks may be lost, and those that are left go on
         # restarts: how many processes are started in the place of lost ones, at most
         self._started, self._size, self._elastic, self._restarts = started, size, elastic, restarts
-        self._asked, self._signal = 0, 0  # how often it was asked to end, and how
+        self._asked, self._signal = Requests(), 0  # to end, and the signal of the first one
         self._deadline = math.inf  # when ranks that were asked to end are ended
         self._fault: Fault | None = None  # of a job that may lose no rank
         self._living: list[job.Rank] = []
@@ -49,7 +50,7 @@ class Supervisor:
     @property
     def was_ended(self) -> bool:
         """Whether a signal or the time limit has ended the job."""
-        return self._asked > 0 or self._code == TIMED_OUT
+        return self._asked.count > 0 or self._code == TIMED_OUT
 
     def supervise(self, timeout: float | None) -> int:
         """Wait for the end of the job, at most ``timeout`` seconds; return its exit code."""
@@ -59,7 +60,8 @@ class Supervisor:
                 self._look(POLL_SECONDS)
                 if time.monotonic() > limit:
                     self._end(TIMED_OUT, f"not done after {timeout:g} s; ended the job")
-                elif self._asked > 1 or time.monotonic() > self._deadline:  # nobody must wait in a signal's handler
+                elif self._asked.count > 1 or time.monotonic() > self._deadline:
+                    # here, as nobody must wait in a signal's handler
                     self._started.end(END_SECONDS if self._elastic else GRACE)
         for _ in range(2):  # a rank that one check finds is seen to have ended by the next one
             self._look(0.0)
@@ -69,8 +71,7 @@ class Supervisor:
 
     def ask(self, number: int) -> None:
         """Pass a signal on: to the ranks if all of them wait for one, else to whoever has started them."""
-        self._asked += 1
-        if self._asked > 1:
+        if not self._asked.count_signal(number) or self._asked.count > 1:
             return
         self._signal = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         gone = {rank.rank for rank in self._ended}
@@ -95,7 +96,7 @@ class Supervisor:
         if job.all_left(ranks, self._size):
             return 0
         if self._fault is None:
-            if not self._asked:
+            if not self._asked.count:
                 return code
             # launchers of MPI have codes of their own
             codes = [int(text) for r in ranks for kind in (job.EXIT, job.OS_EXIT) for text in r.marks.get(kind, ())]
@@ -109,7 +110,7 @@ class Supervisor:
     def _code_of_last(self) -> int:
         """The exit code of the member that ended last, so that a job which lost some ends well if others do."""
         # a launcher of MPI that was asked to end has a code of its own
-        launcher = 128 + self._signal if self._asked else exit_code(self._started.processes[0].returncode)
+        launcher = 128 + self._signal if self._asked.count else exit_code(self._started.processes[0].returncode)
         members = [rank for rank in self._ended if self._is_member(rank)]
         if not members:
             return launcher
@@ -134,7 +135,7 @@ class Supervisor:
                 self._done.append((rank, {other.rank: other.votes for other in self._living}))
             else:
                 self._lost_at = time.monotonic()
-                if not (self._asked or self._code):
+                if not (self._asked.count or self._code):
                     self._go_on_without(rank)
         if not self._members_left():
             for rank in self._living:
@@ -147,7 +148,7 @@ class Supervisor:
 
     def _end_at_fault(self, ranks: Sequence[job.Rank]) -> None:
         """End a launcher that does not notice by itself that the job cannot go on."""
-        if not (self._fault or self._asked or self._code):
+        if not (self._fault or self._asked.count or self._code):
             self._fault = self._started.fault(ranks)
             if self._fault and self._started.running():
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -197,7 +198,7 @@ class Supervisor:
         missing = [rank for rank in self._ended if not rank.votes and not rank.marks.keys() >= {job.MPI, job.DONE}]
         stuck = [rank.rank for rank in self._living if not rank.votes and job.MPI in rank.marks]
         stuck = [rank for rank in stuck if rank < self._size]  # others start MPI alone
-        if missing and stuck and not (self._asked or self._code):
+        if missing and stuck and not (self._asked.count or self._code):
             text = f"{waiting(stuck)} in MPI's start, to which all ranks must come; ended the job"
             self._end(self._started.end_of(missing[0]).code or 1, text)
 

@@ -12,6 +12,7 @@ import pytest
 from elastic_script import HEAD, all_gone, told
 
 from distopt.cli import main
+from distopt.resilience.signals import SAME
 from distopt.run import launcher as launchers
 from distopt.run.exit_watch import End, ExitWatch
 from distopt.run.launcher import Launcher
@@ -300,7 +301,7 @@ class TestOverTorch:
         for _ in pids:
             running.stdout.readline()
         running.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        time.sleep(SAME + 0.2)
         running.send_signal(signal.SIGTERM)
         running.communicate(timeout=20)
         assert running.returncode == 137

@@ -139,11 +139,12 @@ class TestJobs:
         assert (second.returncode, told(output)) == (1, ["node 0 cannot be reached; ended the ranks of this node"])
         assert all_gone(pids)
 
-    @pytest.mark.parametrize("asked", [0, 1])
-    def test_a_signal_to_either_launcher_ends_all(self, start, asked):
+    @pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)])
+    def test_a_signal_to_one_launcher_or_to_both_ends_all(self, start, asked):
         launchers = start("print('pid', os.getpid(), flush=True); meet(); time.sleep(60)")
         pids = [int(launcher.stdout.readline().split()[-1]) for launcher in launchers for _ in range(2)]
-        launchers[asked].send_signal(signal.SIGTERM)
+        for number in asked:
+            launchers[number].send_signal(signal.SIGTERM)
         outputs = [launcher.communicate(timeout=40)[0] for launcher in launchers]
         assert [launcher.returncode for launcher in launchers] == [143, 143], outputs
         assert [told(output) for output in outputs] == [[], []]

@@ -600,8 +600,8 @@ for _ in range(2):
 for step in range(10):
     if step == 5:
         os.kill(os.getpid(), signal.SIGTERM)
-        if sys.argv[2] == "second":
-            os.kill(os.getpid(), signal.SIGTERM)
+        if sys.argv[2] != "first":
+            os.kill(os.getpid(), signal.SIGTERM if sys.argv[2] == "twice" else signal.SIGINT)
     grad = np.ones(3)
     opt.all_reduce(grad)
     opt.update(w, grad)
@@ -610,8 +610,11 @@ for step in range(10):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("which", "code", "found"), [("first", 143, ["000001-step-6"]), ("second", -15, [])])
-def test_a_signal_in_a_hand_written_loop_saves_and_a_second_one_ends_at_once(which, code, found, tmp_path):
+@pytest.mark.parametrize(
+    ("which", "code", "found"),
+    [("first", 143, ["000001-step-6"]), ("twice", 143, ["000001-step-6"]), ("another", -2, [])],
+)
+def test_a_signal_in_a_hand_written_loop_saves_and_another_one_ends_at_once(which, code, found, tmp_path):
     """Also after ``save_when_stopped`` was called twice; the second signal comes before the next step."""
     ended = finish([sys.executable, "-c", STOPPED, tmp_path, which], 20)
     assert ended[0] == code, ended[1]

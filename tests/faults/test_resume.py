@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distopt.checkpoint import folder, header
+from distopt.resilience.signals import SAME
 from distopt.run.launcher import find_launcher
 from distopt.run.processes import RANK, descendants
 from launch import distopt_run, finish
@@ -128,6 +129,21 @@ def test_a_signal_to_a_bare_launcher_leaves_a_checkpoint_that_resumes(number, tm
     assert f"from step {step} with" in output
 
 
+def test_a_job_whose_ranks_get_a_batch_systems_signal_too_saves(tmp_path):
+    """Slurm sends a signal to all processes of a step: to the launcher, which passes it on, and to each rank."""
+    job = start([*launched(), TRAINING, tmp_path / "saved", "100000", "0"], tmp_path / "log")
+    ranks = ranks_of(job)
+    assert len(ranks) == 2
+    for _ in range(20):  # some between two steps
+        for pid in (*ranks, job.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        time.sleep(0.0005)
+    code, output = ended(job, tmp_path / "log")
+    assert code == 143, output
+    assert only_checkpoint(tmp_path / "saved") > 0
+
+
 def test_a_second_signal_ends_a_rank_that_never_comes_to_its_next_step(tmp_path):
     """A rank that never comes to its next step."""
     script = tmp_path / "stuck.py"
@@ -141,7 +157,7 @@ def test_a_second_signal_ends_a_rank_that_never_comes_to_its_next_step(tmp_path)
     )
     job = start([*launched(), script, tmp_path / "saved"], tmp_path / "log")
     job.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
+    time.sleep(SAME + 0.2)
     assert job.poll() is None
     job.send_signal(signal.SIGTERM)
     code, output = ended(job, tmp_path / "log")
