@@ -87,6 +87,8 @@ def _in_wheels(pattern: str) -> Iterator[Path]:
 @functools.cache
 def nvrtc() -> Any:
     """NVRTC's library, None if no wheel has it."""
+    for builtins in _in_wheels("libnvrtc-builtins.so.*"):  # which it does not find beside itself under a sanitizer
+        ctypes.CDLL(str(builtins))
     return next((ctypes.CDLL(str(path)) for path in _in_wheels("libnvrtc.so.*")), None)
 
 

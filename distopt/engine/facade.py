@@ -383,8 +383,8 @@ class Checkpointed(Facade):
         """Make SIGTERM or Ctrl-C on any rank end all ranks, after the same step, with a checkpoint.  Collective.
 
         The ranks' next vote makes the signal known, the step is finished, and SystemExit with 128 + the signal's number
-        is raised after it.  A second signal does at once what the first one would have done, but not a SIGTERM within two
-        seconds of one.  Of several DistOpts in a process that which makes the next step saves, and none after it.
+        is raised after it.  A second signal, but no SIGTERM within two seconds of another, does at once what the first
+        one would have done.  Of several DistOpts in a process that which makes the next step saves, and none after it.
 
         ``distopt run`` passes signals on to the ranks, and so does MPICH's mpiexec.  Open MPI's mpirun kills its ranks
         half a second later, and only what was saved before is left.

@@ -1,8 +1,9 @@
 """Law 8 without a GPU: what the texts say for a device, run by the CPU thread for thread, gives the host's bits.
 
-The device's loops (16-byte accesses, chunks found by bisection, grid strides, atomics, look-back) are compiled by the
-host's compiler; blocks, warps and lanes run in shuffled order.  What this cannot show is the GPU's own arithmetic, how
-it orders memory, and its timing.
+The device's loops (16-byte accesses, chunks found by bisection, grid strides, atomics, look-back) run twice: the texts
+as the host's compiler reads them, and the PTX that NVRTC makes of them, which is what a GPU's driver is handed.
+Blocks, warps and lanes run in shuffled order.  What this cannot show is what the driver makes of the PTX, how a GPU
+orders memory, and its timing.
 
 Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
@@ -21,12 +22,14 @@ from hypothesis import strategies as st
 from test_kernels import REALS, SIZES, folded, members, shares
 
 import laws
+import ptx
 from distopt import device as device_memory
 from distopt import kernels, run_ranks
 from distopt.compress import dct, sections, select
 from distopt.compress.elias_fano import packing
 from distopt.compress.values import VALUES
 from distopt.kernels.layout import CHUNK, BucketLayout, KernelStruct
+from distopt.optim import Signum
 from simt.build import build, sanitized
 from simt.device import on
 
@@ -35,19 +38,18 @@ SANITIZE = "DISTOPT_SANITIZED_KERNELS"  # in the environment of the run under th
 GRIDS = [(3, 64, 1), (1, 256, 0), (7, 128, 2), (2, 256, 3)]  # blocks, threads, seed
 if SANITIZE in os.environ:
     del GRIDS[1:]
+ORDERS = [pytest.param((3, 64, seed), marks=pytest.mark.full) for seed in range(4, 23)]  # one is GRIDS'
 YES = np.ones(1, np.int64)
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory):
-    """All texts, compiled as for a device."""
-    folder = tmp_path_factory.mktemp("simt")
-    return {
-        real: ctypes.CDLL(str(build(folder, real, sanitize=SANITIZE in os.environ))) for real in ("float", "double")
-    }
+@pytest.fixture(scope="session", params=["text", pytest.param("ptx", marks=ptx.MARKS)])
+def libraries(request, tmp_path_factory):
+    """All kernels by their texts, compiled as for a device, or by NVRTC's PTX."""
+    folder, made = tmp_path_factory.mktemp("simt"), {"text": build, "ptx": ptx.build}[request.param]
+    return {real: ctypes.CDLL(str(made(folder, real, sanitize=SANITIZE in os.environ))) for real in ("float", "double")}
 
 
-@pytest.fixture(params=GRIDS, ids=lambda g: "{} blocks of {}, order {}".format(*g))
+@pytest.fixture(params=[*GRIDS, *ORDERS], ids=lambda g: "{} blocks of {}, order {}".format(*g))
 def device(request, libraries):
     """A context in which all kernels are the device's texts."""
     return functools.partial(on, libraries, *request.param)
@@ -73,6 +75,24 @@ def test_every_mode_and_optimizer_gives_the_same_bits(device, dtype):
     host = run_ranks(2, main)
     with device():
         assert run_ranks(2, main) == host
+
+
+@pytest.mark.parametrize("dtype", REALS)
+def test_signs_counts_and_what_overwrites_are_those_of_the_host(device, dtype):
+    def main(comm):
+        return laws.digest(laws.train(comm, make=lambda: Signum(0.1, momentum=0.0), dtype=dtype)[0])
+
+    def numbers():
+        total, (table, _) = np.zeros(1, np.int64), members([5, 17, 0, CHUNK + 1], dtype)
+        flat = np.zeros(table.extent, dtype)
+        kernels.sum_counts(np.arange(2 * CHUNK + 3), total)
+        kernels.overwrite(table, flat, np.inf, YES)
+        return total, flat
+
+    host = run_ranks(2, main), numbers()
+    with device():
+        assert run_ranks(2, main) == host[0]
+        same(host[1], numbers())
 
 
 def written(struct, **values):
@@ -935,7 +955,8 @@ def test_packed_payloads_have_the_hosts_bits_even_if_damaged(
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="this is that run")
-def test_no_thread_reads_or_writes_outside_of_its_arrays():
+@pytest.mark.parametrize("made", ["text", pytest.param("ptx", marks=ptx.MARKS)])
+def test_no_thread_reads_or_writes_outside_of_its_arrays(made):
     """The same under the address and undefined-behaviour sanitizers."""
     if not sanitized():
         pytest.skip("the compiler has no libasan")
@@ -950,7 +971,7 @@ def test_no_thread_reads_or_writes_outside_of_its_arrays():
         "-p",
         "no:cacheprovider",
         "-m",
-        "device",
+        f"device and {'ptx' if made == 'ptx' else 'not ptx'} and not full",
         __file__,
         "-k",
         f"{some} or codes_of or packed or (16_bits and float16-1 and float32)",

@@ -1,0 +1,135 @@
+"""The translation of PTX itself: what its instructions compute, what it traps, and what it refuses."""
+
+import ctypes
+
+import numpy as np
+import pytest
+from test_nvrtc import kernels_of
+from test_simt import alone, launch
+
+import ptx
+from benchmarks.gpu_sass import TEXTS
+from distopt.kernels.dispatch import KERNELS
+from doubles.gpu import argument_size
+from ptx.translate import translate
+
+pytestmark = [pytest.mark.device, *ptx.MARKS]
+MODULE = """
+.version 9.0
+.target sm_80
+.address_size 64
+
+.visible .entry {name}_float(
+	.param .u64 {name}_float_param_0,
+	.param .u64 {name}_float_param_1
+)
+.maxntid 64, 1, 1
+{{
+	.reg .pred 	%p<9>;
+	.reg .b32 	%r<30>;
+	.reg .b64 	%rd<20>;
+	.reg .f32 	%f<9>;
+	.shared .align 4 .b8 room[64];
+
+	ld.param.u64 	%rd1, [{name}_float_param_1];
+	cvta.to.global.u64 	%rd2, %rd1;
+{body}
+	ret;
+
+}}
+"""
+# of 32-bit a, b, c: the statement that leaves its answer in %r4, and the answer by the manual, in whole numbers
+A, B, C = 0x80F1_23C4, 0x0000_0F35, 12
+INSTRUCTIONS = {
+    "prmt.b32 %r4, %r1, %r2, 29728": int.from_bytes([(A | B << 32) >> 8 * k & 255 for k in (0, 2, 4, 7)], "little"),
+    "prmt.b32 %r4, %r1, %r2, 11": 0xC4C4_C4FF,
+    "bfi.b32 %r4, %r2, %r1, 4, 8": A & ~0xFF0 | (B & 0xFF) << 4,
+    "bfind.shiftamt.u32 %r4, %r2": 32 - B.bit_length(),
+    "brev.b32 %r4, %r1": int(f"{A:032b}"[::-1], 2),
+    "popc.b32 %r4, %r1": A.bit_count(),
+    "shl.b32 %r4, %r1, %r3": A << C & 0xFFFF_FFFF,
+    "shl.b32 %r4, %r1, 32": 0,
+    "shr.u32 %r4, %r1, 40": 0,
+    "shr.s32 %r4, %r1, 40": 0xFFFF_FFFF,
+    "shr.s32 %r4, %r1, %r3": (A - (1 << 32) >> C) & 0xFFFF_FFFF,
+    "mul.hi.u32 %r4, %r1, %r2": A * B >> 32,
+    "mul.lo.s32 %r4, %r1, %r2": A * B & 0xFFFF_FFFF,
+    "mad.lo.s32 %r4, %r1, %r2, %r3": A * B + C & 0xFFFF_FFFF,
+    "div.s32 %r4, %r1, %r2": -(((1 << 32) - A) // B) & 0xFFFF_FFFF,
+    "rem.u32 %r4, %r1, %r2": A % B,
+    "min.s32 %r4, %r1, %r2": A,
+    "max.u32 %r4, %r1, %r2": A,
+    "sub.s32 %r4, %r2, %r1": B - A & 0xFFFF_FFFF,
+    "mov.f32 %f1, 0f4F800000; cvt.rzi.s32.f32 %r4, %f1": 0x7FFF_FFFF,  # 2^32
+    "mov.f32 %f1, 0fCF800000; cvt.rzi.s32.f32 %r4, %f1": 0x8000_0000,
+    "mov.f32 %f1, 0f7FC00000; cvt.rzi.s32.f32 %r4, %f1": 0,  # a NaN
+    "mov.f32 %f1, 0fC0200000; cvt.rzi.s32.f32 %r4, %f1": 0xFFFF_FFFE,  # -2.5
+    "mov.f32 %f1, 0f7FC00000; setp.neu.f32 %p1, %f1, %f1; selp.b32 %r4, 1, 2, %p1": 1,
+    "mov.f32 %f1, 0f7FC00000; setp.leu.f32 %p1, %f1, 0f00000000; selp.b32 %r4, 1, 2, %p1": 1,
+    "mov.f32 %f1, 0f7FC00000; setp.le.f32 %p1, %f1, 0f00000000; selp.b32 %r4, 1, 2, %p1": 2,
+    "mov.u32 %r4, 5; setp.lt.s32 %p1, %r1, 0; @!%p1 mov.u32 %r4, 6": 5,
+    "mov.b64 %rd3, {%r1, %r2}; mov.b64 {%r5, %r4}, %rd3": B,
+}
+TRAPS = {
+    "ld.global.u32 %r1, [%rd2+2]": "misaligned",
+    "st.global.v2.u32 [%rd2+4], {%r1, %r1}": "misaligned",
+    "mov.u64 %rd3, 0; st.global.u32 [%rd3+4], 1": "a null pointer",
+    "mov.u32 %r1, room; st.shared.u32 [%r1+64], 1": "shared memory outside of all variables",
+    "mov.u32 %r1, room; st.shared.u32 [%r1+-4], 1": "shared memory outside of all variables",
+    "mov.u32 %r1, room; st.shared.u32 [%r1], 1; ld.shared.u32 %r2, [%r1+4]": "shared memory that no thread has written",
+    "mov.u32 %r1, room; cvt.u64.u32 %rd3, %r1; cvta.shared.u64 %rd4, %rd3; st.global.u32 [%rd4], 1": "a global access",
+}
+
+
+def module(name, statements):
+    body = "\n".join(f"\t{part};" for part in statements.split("; "))
+    return translate(MODULE.format(name=name, body=body), "m")
+
+
+def test_instructions_compute_what_the_manual_says(tmp_path):
+    found = []
+    for number, text in enumerate(INSTRUCTIONS):
+        given = f"mov.u32 %r1, {A}; mov.u32 %r2, {B}; mov.u32 %r3, {C}"
+        found += module(f"k{number}", f"{given}; {text}; st.global.u32 [%rd2], %r4")
+    library = ctypes.CDLL(str(ptx.library(tmp_path, "instructions", found)))
+    for number, (text, expected) in enumerate(INSTRUCTIONS.items()):
+        y = np.zeros(1, np.uint32)
+        launch(library, f"k{number}", 1, 1, 1, y)
+        assert y[0] == expected, f"{text}: {y[0]:x}, not {expected:x}"
+
+
+@pytest.mark.parametrize("text", TRAPS)
+def test_an_access_that_a_gpu_would_refuse_or_that_reads_what_nobody_wrote_is_trapped(text, tmp_path):
+    library = ptx.library(tmp_path, "traps", module("trap", text))
+    done = alone(library, "trap")
+    assert done.returncode < 0
+    assert f"simt: block 0: trap_float, thread 0, m:{20 + text.count(';')}: {TRAPS[text]}" in done.stderr
+
+
+def test_a_block_of_more_threads_than_was_compiled_for_is_trapped(tmp_path):
+    entry = module("large", "mov.u32 %r1, 1")[0]
+    library = ptx.library(tmp_path, "large", [entry._replace(code=entry.code.replace(", 64, ", ", 63, "))])
+    assert "a block of more threads than .maxntid" in alone(library, "large").stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "add.ftz.f32 %f1, %f1, %f2",
+        "add.f32 %f1, %f1, %f2",
+        "bar.sync 1",
+        "fma.rn.f32 %f1, %f2, %f3, %f4",
+        "call f",
+    ],
+)
+def test_a_statement_without_a_rule_is_refused(text):
+    with pytest.raises(ValueError, match=r"^m:20: no rule for"):
+        module("unknown", text)
+
+
+@pytest.mark.parametrize("real", ["float", "double"])
+def test_every_kernel_has_an_entry_that_takes_what_is_launched_with(real):
+    """As many bytes of each argument, in order: the driver copies so many from where the launch points."""
+    found = {entry.name.rpartition("_")[0]: entry.parameters for entry in ptx.entries(real)}
+    of_gpus = [name for text in TEXTS for name in kernels_of(text)]
+    assert found == {name: [argument_size(p) for p in KERNELS[name].declared] for name in of_gpus}
