@@ -35,6 +35,7 @@ from simt.device import on
 
 pytestmark = pytest.mark.device
 SANITIZE = "DISTOPT_SANITIZED_KERNELS"  # in the environment of the run under the sanitizers
+PLANTED = "DISTOPT_PLANTED"  # in the environment of ptx/plant.py: the folder of libraries with a fault
 GRIDS = [(3, 64, 1), (1, 256, 0), (7, 128, 2), (2, 256, 3)]  # blocks, threads, seed
 if SANITIZE in os.environ:
     del GRIDS[1:]
@@ -45,6 +46,8 @@ YES = np.ones(1, np.int64)
 @pytest.fixture(scope="session", params=["text", pytest.param("ptx", marks=ptx.MARKS)])
 def libraries(request, tmp_path_factory):
     """All kernels by their texts, compiled as for a device, or by NVRTC's PTX."""
+    if request.param == "ptx" and (given := os.environ.get(PLANTED)):
+        return {real: ctypes.CDLL(f"{given}/ptx-{real}.so") for real in ("float", "double")}
     folder, made = tmp_path_factory.mktemp("simt"), {"text": build, "ptx": ptx.build}[request.param]
     return {real: ctypes.CDLL(str(made(folder, real, sanitize=SANITIZE in os.environ))) for real in ("float", "double")}
 

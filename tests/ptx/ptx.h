@@ -1,10 +1,13 @@
 // What PTX's instructions do that C++ has no operator for, on the fibers of simt.h; translate.py writes the rest.
 //
 // Traps name the kernel, block, thread and line of the PTX: an access that is misaligned, one of shared memory outside
-// of all variables or of bytes that no thread has written, a global access of shared memory or of null, and a block of
-// more threads than the entry was compiled for.  Accesses outside of an array in global memory are AddressSanitizer's.
+// of all variables or of bytes that no thread has written, two accesses of shared memory that nothing orders, a global
+// access of shared memory or of null, and a block of more threads than the entry was compiled for.  Accesses outside of
+// an array in global memory are AddressSanitizer's.
 #pragma once
 #include "simt.h"
+
+#include <unordered_map>
 
 namespace ptx {
 
@@ -43,23 +46,67 @@ inline void check_threads(int line) {
   if (simt::machine.threads > entry->most_threads) trap("a block of more threads than .maxntid", line);
 }
 
-template <bool store>
-char *in_shared(uint64_t address, size_t bytes, int line) {
+enum Kind { READ, WRITE, ATOMIC };
+
+// What a thread has been ordered by so far: barriers, which all threads of a block pass, and operations of its warp.
+struct Order {
+  unsigned barriers, warps;
+};
+// The last access of a byte of shared memory by one thread; of no block that runs if `stamp` is another's.
+struct Access {
+  unsigned stamp;
+  Order order;
+  int thread, line;
+};
+struct Byte {
+  Access wrote, added, read, other;  // added: atomically; other: a read by another thread than that of `read`
+};
+__shared__ unsigned stamp;  // of the block: 0xc3c3c3c3 before its first access
+static unsigned stamps;
+static std::unordered_map<simt::Block *, Byte *> bytes_of;
+
+// Nothing orders two accesses of two threads, of which one writes, if no barrier lies between, nor within a warp one of
+// its operations.
+inline void check_order(const Access &before, Order now, int line) {
+  const int thread = simt::machine.thread;
+  if (before.stamp != stamp || before.thread == thread || before.order.barriers != now.barriers) return;
+  if (before.thread / simt::WARP == thread / simt::WARP && before.order.warps < now.warps) return;
+  char text[120];
+  snprintf(text, sizeof text, "a race with thread %d, line %d, in shared memory", before.thread, before.line);
+  trap(text, line);
+}
+
+inline void order(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
+  if (stamp == 0xc3c3c3c3) stamp = ++stamps;
+  Byte *&all = bytes_of[simt::machine.block];
+  if (!all) all = (Byte *)simt::memory(PTX_SHARED * sizeof(Byte));
+  for (Byte *byte = all + address; byte < all + address + bytes; ++byte) {
+    const Access mine = {stamp, now, simt::machine.thread, line};
+    check_order(byte->wrote, now, line);
+    if (kind != ATOMIC) check_order(byte->added, now, line);
+    if (kind != READ) check_order(byte->read, now, line), check_order(byte->other, now, line);
+    if (kind == READ && byte->read.stamp == stamp && byte->read.thread != mine.thread) byte->other = byte->read;
+    (kind == READ ? byte->read : kind == WRITE ? byte->wrote : byte->added) = mine;
+  }
+}
+
+inline char *in_shared(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
   if (address > PTX_SHARED - bytes) trap("outside of shared memory", line);
   for (size_t k = 0; k < bytes; ++k) {
     if (!allotted[address + k]) trap("shared memory outside of all variables", line);
-    if (store) written[address + k] = WRITTEN;
+    if (kind == WRITE) written[address + k] = WRITTEN;
     else if (written[address + k] != WRITTEN) trap("shared memory that no thread has written", line);
   }
+  order(address, bytes, now, kind, line);
   return arena + address;
 }
 
-template <Space space, bool store>
-char *place(uint64_t address, size_t bytes, int line) {
+template <Space space>
+char *place(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
   if (address % bytes) trap("misaligned", line);
-  if (space == SHARED) return in_shared<store>(address, bytes, line);
+  if (space == SHARED) return in_shared(address, bytes, now, kind, line);
   const uint64_t offset = address - (uint64_t)arena;
-  if (offset < PTX_SHARED && space == GENERIC) return in_shared<store>(offset, bytes, line);
+  if (offset < PTX_SHARED && space == GENERIC) return in_shared(offset, bytes, now, kind, line);
   if (offset < PTX_SHARED) trap("a global access of shared memory", line);
   if (address < 4096) trap("a null pointer", line);
   return (char *)address;
@@ -84,20 +131,21 @@ void write(char *to, R from) {
 }
 
 template <Space space, class T, class... R>
-void load(uint64_t address, int line, R &...to) {
-  const char *from = place<space, false>(address, sizeof(T) * sizeof...(R), line);
+void load(uint64_t address, Order now, int line, R &...to) {
+  const char *from = place<space>(address, sizeof(T) * sizeof...(R), now, READ, line);
   ((read<T>(from, to), from += sizeof(T)), ...);
 }
 template <Space space, class T, class... R>
-void store(uint64_t address, int line, R... from) {
-  char *to = place<space, true>(address, sizeof(T) * sizeof...(R), line);
+void store(uint64_t address, Order now, int line, R... from) {
+  char *to = place<space>(address, sizeof(T) * sizeof...(R), now, WRITE, line);
   ((write<T>(to, from), to += sizeof(T)), ...);
 }
 template <Space space, class T>
-T add(uint64_t address, int line, T value) {
+T add(uint64_t address, Order now, int line, T value) {
   T before;
-  load<space, T>(address, line, before);
-  store<space, T>(address, line, (T)(before + value));
+  char *const there = place<space>(address, sizeof(T), now, ATOMIC, line);
+  read<T>(there, before);
+  write<T>(there, (T)(before + value));
   return before;
 }
 

@@ -106,6 +106,33 @@ def test_an_access_that_a_gpu_would_refuse_or_that_reads_what_nobody_wrote_is_tr
     assert f"simt: block 0: trap_float, thread 0, m:{20 + text.count(';')}: {TRAPS[text]}" in done.stderr
 
 
+RACES = {  # statements, and whether nothing orders what two threads do there
+    "st.shared.u32 [%r1], %r2": True,
+    "st.shared.u32 [%r3], %r2; ld.shared.u32 %r4, [%r1]": True,
+    "st.shared.u32 [%r3], %r2; bar.sync 0; ld.shared.u32 %r4, [%r1]": False,
+    "st.shared.u32 [%r3], %r2; bar.sync 0; ld.shared.u32 %r4, [%r1]; st.shared.u32 [%r3], %r2": True,
+    "st.shared.u32 [%r3], %r2; bar.sync 0; ld.shared.u32 %r4, [%r1]; bar.sync 0; st.shared.u32 [%r3], %r2": False,
+    "st.shared.u32 [%r3], %r2; bar.sync 0; atom.shared.add.u32 %r4, [%r1], 1": False,
+    "st.shared.u32 [%r3], %r2; atom.shared.add.u32 %r4, [%r1], 1": True,
+    "st.shared.u32 [%r3], %r2; bar.warp.sync -1; ld.shared.u32 %r4, [%r6]": False,  # of its own warp
+    "st.shared.u32 [%r3], %r2; ld.shared.u32 %r4, [%r6]": True,
+}
+
+
+@pytest.mark.parametrize("text", RACES)
+def test_accesses_of_shared_memory_that_nothing_orders_are_trapped(text, tmp_path):
+    """%r1: the first word; %r3: that of each thread; %r6: of the lane before, if there is one."""
+    given = "mov.u32 %r1, room; mov.u32 %r2, %tid.x; shl.b32 %r3, %r2, 2; add.s32 %r3, %r1, %r3; and.b32 %r8, %r2, 31"
+    given += (
+        "; sub.s32 %r8, %r8, 1; max.s32 %r8, %r8, 0; and.b32 %r9, %r2, 32; or.b32 %r8, %r8, %r9; shl.b32 %r8, %r8, 2"
+    )
+    given += "; add.s32 %r6, %r1, %r8"
+    source = MODULE.replace("room[64]", "room[256]")
+    body = "\n".join(f"\t{part};" for part in f"{given}; {text}".split("; "))
+    done = alone(ptx.library(tmp_path, "race", translate(source.format(name="race", body=body), "m")), "race")
+    assert ("a race with thread" in done.stderr) == RACES[text] == (done.returncode != 0), done.stderr
+
+
 def test_a_block_of_more_threads_than_was_compiled_for_is_trapped(tmp_path):
     entry = module("large", "mov.u32 %r1, 1")[0]
     library = ptx.library(tmp_path, "large", [entry._replace(code=entry.code.replace(", 64, ", ", 63, "))])

@@ -87,6 +87,7 @@ def _entry(found: "re.Match[str]", ptx: str, file: str) -> Entry:
         f"  ptx::begin(entry_{name});",
         f'#line {line} "{file}"',
         "  ptx::check_threads(__LINE__);",
+        "  ptx::Order now = {};",
     ]
     translator = _Translator(sizes, {of: start for of, (start, _) in shared.items()})
     for number, text in statements:
@@ -215,7 +216,7 @@ class _Translator:
             raise ValueError(f"{len(parts)} registers")
         given = [_variable(part) if part.startswith("%") else self._value(part, kind) for part in parts]
         call = f"ptx::{verb}<ptx::{space.upper()}, {TYPES[kind]}>"
-        return f"{call}({self._address(address)}, __LINE__, {', '.join(given)});"
+        return f"{call}({self._address(address)}, now, __LINE__, {', '.join(given)});"
 
     def _cvta(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         to, source = map(_variable, operands)
@@ -253,40 +254,44 @@ class _Translator:
 
     def _bar(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         if suffixes == ["warp", "sync"]:
-            return f"__syncwarp({self._value(operands[0], 'u32')});"
+            return f"__syncwarp({self._value(operands[0], 'u32')}); ++now.warps;"
         if suffixes == ["sync"] and operands == ["0"]:
-            return "__syncthreads();"
+            return "__syncthreads(); ++now.barriers;"
         if suffixes[:1] != ["red"]:
             raise ValueError("barrier")
         call = {"or": "__syncthreads_or", "and": "__syncthreads_and", "popc": "__syncthreads_count"}[suffixes[1]]
         to, barrier, predicate = operands
         if barrier != "0":
             raise ValueError("barrier")
-        return f"{_variable(to)} = {call}({_variable(predicate)});"
+        return f"{_variable(to)} = {call}({_variable(predicate)}); ++now.barriers;"
 
     def _shfl(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         _, mode, _ = suffixes
         (to, inside), (value, by, clamp, mask) = operands[0].split("|"), operands[1:]
         given = ", ".join(self._value(part, "u32") for part in (value, by, clamp, mask))
-        return f"{_variable(to)} = ptx::shuffle<ptx::{mode.upper()}>({given}, {_variable(inside)}, __LINE__);"
+        return (
+            f"{_variable(to)} = ptx::shuffle<ptx::{mode.upper()}>({given}, {_variable(inside)}, __LINE__); ++now.warps;"
+        )
 
     def _vote(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         call = {"ballot": "__ballot_sync", "any": "__any_sync", "all": "__all_sync"}[suffixes[1]]
         to, predicate, mask = operands
-        return f"{_variable(to)} = {call}({self._value(mask, 'u32')}, {_variable(predicate)});"
+        answer = f"{call}({self._value(mask, 'u32')}, {_variable(predicate)})"
+        return f"{_variable(to)} = {answer}; ++now.warps;"
 
     def _match(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         if suffixes != ["any", "sync", "b32"]:
             raise ValueError("operation")
         to, value, mask = operands
-        return f"{_variable(to)} = __match_any_sync({self._value(mask, 'u32')}, {self._value(value, 'u32')});"
+        answer = f"__match_any_sync({self._value(mask, 'u32')}, {self._value(value, 'u32')})"
+        return f"{_variable(to)} = {answer}; ++now.warps;"
 
     def _atom(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         space, operation, kind = suffixes
         if operation != "add":
             raise ValueError("operation")
         to, address, value = operands
-        given = f"{self._address(address)}, __LINE__, {self._value(value, kind)}"
+        given = f"{self._address(address)}, now, __LINE__, {self._value(value, kind)}"
         return f"{_variable(to)} = ptx::add<ptx::{space.upper()}, {TYPES[kind]}>({given});"
 
     def _nanosleep(self, base: str, suffixes: list[str], operands: list[str]) -> str:
