@@ -99,7 +99,7 @@ KINDS = {
         at_one(r"selp\.(\w+) \t(%\w+), ([^,]+), ([^,]+), ", r"selp.\1 \t\2, \4, \3, "), ("encode_one_bit", "lars")
     ),
     "an addition that does not wait for others": Kind(
-        at_one(r"atom\.(\w+)\.add\.(\w+) \t(%\w+), \[(%\w+)\], (\w+);", r"ld.\1.\2 \t\3, [\4];"),
+        at_one(r"atom\.(\w+)\.add\.(\w+) \t(%\w+), \[(%\w+)\], (%?\w+);", r"ld.\1.\2 \t\3, [\4];"),
         ("count_nonfinite", "count_digits"),
     ),
 }
