@@ -132,11 +132,15 @@ def step_messages(
         payload -= elements * itemsize
         context = ExchangeContext(size=ranks, bucket=BucketContext(layout))
         gather = Gather(_array(payload, 1), x, compressor, context, UNTAGGED)
-        breakdown = compressor.breakdown(None, x, context)
+        breakdown = functools.partial(_expected_breakdown, compressor, x, context)
         for request in asked(sum_payloads(gather, summed, lambda _: None, break_even), [payload] * ranks):
             found.append(message(request, number, [payload] * ranks, breakdown))
     of_phases = _phase_messages(phases, ranks) if phases else []
     return None if of_phases is None else [*found, *of_phases]
+
+
+def _expected_breakdown(compressor: Compressor, x: np.ndarray, context: ExchangeContext) -> PayloadBreakdown:
+    return compressor.breakdown(None, x, context)()
 
 
 def _array(elements: int, itemsize: int) -> np.ndarray:
