@@ -1,10 +1,8 @@
 """Run real MPI processes from a test: always with a time limit, results as one file per rank."""
 
-import contextlib
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 
 import distopt
 from distopt.run.launcher import find_launcher
-from distopt.run.processes import descendants
+from distopt.run.processes import end
 
 TESTS = Path(__file__).parent
 PROJECT = TESTS.parent
@@ -53,16 +51,8 @@ def finish(command, timeout, **options):
     try:
         output, _ = job.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        # launchers start sessions of their own, and whoever is left of one holds the pipe
-        family = descendants(job.pid)
-        job.send_signal(signal.SIGTERM)
-        try:
-            output, _ = job.communicate(timeout=5)
-        except subprocess.TimeoutExpired:
-            for pid in {job.pid, *family, *descendants(job.pid)}:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            output, _ = job.communicate()
+        end([job], 5)  # with the ranks in sessions of their own, of which whoever is left would hold the pipe
+        output, _ = job.communicate()
         pytest.fail(f"{command} did not end within {timeout} s:\n{output}")
     return job.returncode, output
 
