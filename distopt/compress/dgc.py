@@ -9,7 +9,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.checks import as_float, check_bool, check_float, check_int
-from distopt.compress.base import Compressor, at_density
+from distopt.compress.base import Compressor, at_density, compressed_members
 from distopt.compress.context import BucketContext, ExchangeContext, layout_of
 from distopt.compress.elias_fano import Packed
 from distopt.compress.entry_shards import EntryShards
@@ -219,7 +219,7 @@ class DeepGradientCompression(Compressor):
 
     def selection(self, layout: BucketLayout, context: ExchangeContext) -> ExchangeContext:
         """Return a call for the members that entries are selected from, with constants under names of its own."""
-        selected = layout.select(self.selected(layout, context))
+        selected = compressed_members(self, layout, context)
         bucket = BucketContext(
             selected,
             context.bucket.parameters,
