@@ -167,15 +167,16 @@ def abort(code: int) -> None:
     """End all processes of the job with an exit code; the caller must have printed the reason."""
     ending.set()
     job.mark(job.SPOKEN, code)
+    if not (job.is_rank() or "PMI_FD" in os.environ):
+        if not is_running():
+            time.sleep(CONNECT)
+        _end_stuck_launcher()
     if is_running():
         mpi().COMM_WORLD.Abort(code)
     with contextlib.suppress(KeyError, ValueError, OSError):
         # as MPICH's MPI_Abort
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
         time.sleep(TAG_SECONDS)
-    if not (is_running() or job.is_rank() or "PMI_FD" in os.environ):
-        time.sleep(CONNECT)
-        _end_stuck_launcher()
     os._exit(code)  # Open MPI's launcher ends the others
 
 
@@ -205,7 +206,8 @@ def end_alone(code: int) -> None:
 def _end_stuck_launcher() -> None:
     """Fork a process that kills the launcher if it does not end within ``STUCK`` seconds."""
     # Before it ends the other ranks, prterun continues those that were stopped.  If one of them then connects to it, it
-    # can hang in PMIx_server_finalize, waiting for a lock, when no rank is left (3 of 20 jobs with a stopped rank).
+    # can hang in PMIx_server_finalize, waiting for a lock, when no rank is left (3 of 20 jobs with a stopped rank).  It
+    # has hung too when a rank called MPI_Abort while another one ended with a code.
     launcher = os.getppid()
     if not _is_launcher(launcher):
         return
@@ -214,7 +216,9 @@ def _end_stuck_launcher() -> None:
         handle = os.pidfd_open(launcher)
         if os.fork() == 0:
             os.setsid()
-            os.closerange(0, 3)  # the launcher reads these pipes until they are closed
+            # of the pipes and sockets that the launcher reads until they are closed
+            os.closerange(0, handle)
+            os.closerange(handle + 1, os.sysconf("SC_OPEN_MAX"))
             ended, _, _ = select.select([handle], [], [], STUCK)
             if not ended:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)

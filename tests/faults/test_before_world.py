@@ -201,6 +201,29 @@ def test_a_launcher_that_hangs_after_its_ranks_have_ended_is_killed():
     assert (code, output) == (-9, "its rank has ended\n")
 
 
+DEAF_LAUNCHER = """
+import os, signal
+import distopt
+
+world = distopt.world()
+if world.rank == 0:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    raise ZeroDivisionError("boom")
+while True:
+    world.all_reduce([1.0])
+"""
+
+
+def test_a_launcher_that_does_not_hear_of_an_abort_is_killed(tmp_path):
+    launcher = find_launcher()
+    if launcher.brand == "MPICH":
+        pytest.skip("MPICH's ranks tell a proxy, of whose end their launcher hears")
+    script = tmp_path / "deaf.py"
+    script.write_text(DEAF_LAUNCHER)
+    code, output = finish([*launcher.command(2), sys.executable, str(script)], 30, env=launcher.environment(2))
+    assert code == -9, output
+
+
 LEFTOVERS = {
     "Open MPI": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
     "MPICH": {"PMI_SIZE": "1", "PMI_RANK": "0", "PMI_FD": "99", "MPI_LOCALRANKID": "0"},
