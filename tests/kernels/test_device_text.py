@@ -46,8 +46,9 @@ YES = np.ones(1, np.int64)
 @pytest.fixture(scope="session", params=["text", pytest.param("ptx", marks=ptx.MARKS)])
 def libraries(request, tmp_path_factory):
     """All kernels by their texts, compiled as for a device, or by NVRTC's PTX."""
-    if request.param == "ptx" and (given := os.environ.get(PLANTED)):
-        return {real: ctypes.CDLL(f"{given}/ptx-{real}.so") for real in ("float", "double")}
+    if given := os.environ.get(PLANTED):
+        begin = {"text": "device", "ptx": "ptx"}[request.param]
+        return {real: ctypes.CDLL(f"{given}/{begin}-{real}.so") for real in ("float", "double")}
     folder, made = tmp_path_factory.mktemp("simt"), {"text": build, "ptx": ptx.build}[request.param]
     return {real: ctypes.CDLL(str(made(folder, real, sanitize=SANITIZE in os.environ))) for real in ("float", "double")}
 
@@ -203,6 +204,8 @@ def narrow_tables(dtype, stored, by):
     partial, sums, squares = np.zeros(3 * chunks), np.zeros(3 * rows), np.zeros(rows)
     for master in (True, False):
         narrow.update_in(wide, master)
+        kernels.sgd(narrow, flat, written("Update", **common))
+        wide[1::5] += dtype(1)  # somebody has changed these parameters
         kernels.sgd_momentum(narrow, flat, states[0], written("Momentum", **common, momentum=0.9, gain=1.0))
         kernels.adamw(narrow, flat, *states[1:3], written("AdamW", **common | adamw))
         kernels.widen(narrow, wide)
@@ -227,7 +230,8 @@ def narrow_tables(dtype, stored, by):
         kernels.muon(narrow, states[6], 1.5, muon)
     packed = np.zeros_like(flat)
     kernels.pack(narrow, packed, 0.3, bad, 1.0)
-    kernels.unpack(narrow, packed, 2.0)
+    kernels.unpack(narrow, packed, 2.0, 1 - YES)
+    kernels.unpack(narrow, packed, 3.0, YES)
     kernels.lerp(narrow, states[0], 0.3)
     return flat, wide, bad, *states, partial, sums, squares, packed, *arrays
 

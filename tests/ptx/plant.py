@@ -1,8 +1,18 @@
 """Plant faults into kernels, and count how many the tests of the device's text find.
 
-``python tests/ptx/plant.py [--seed S] [--kinds KIND ...]`` plants each kind of fault into the PTX of several kernels,
-at a place that the seed chooses, runs the tests on it in a process of its own until the first that fails, and prints
-what that was: a trap, a test, or a crash.
+``python tests/ptx/plant.py [--seed S] [--kinds KIND ...]`` plants each kind of fault, at a place that the seed chooses,
+into the PTX of kernels and into texts.  It runs the tests on each in a process of its own until the first that fails,
+and prints a row of a table: what the PTX's run said, what the shim's said of a fault in a text, and the seconds.
+
+Some changes are no faults, as no input shows a difference, or none that threads which run one at a time can show.  So
+no place is drawn among
+
+* barriers that do not stand between two accesses of shared memory: they order global memory, whose races are not
+  looked for, or nothing (in ``select_chunks`` each thread reads what it has added itself);
+* stores just before a loop without an end, which NVRTC makes for a grid of no blocks;
+* the bound of a grid's stride: the turn behind the last begins at the end, and is empty;
+* one of two bounds of a loop (4 elements, the array's end): the other one ends it, or the next thread writes the same
+  element too.  Both are moved.
 """
 
 import argparse
@@ -17,6 +27,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,25 +39,37 @@ from test_device_text import PLANTED  # noqa: E402
 
 import ptx  # noqa: E402
 from benchmarks import gpu_sass  # noqa: E402
-from ptx.translate import translate  # noqa: E402
+from ptx.translate import Entry, translate  # noqa: E402
+from simt import build as shim  # noqa: E402
 
-SECONDS = 400.0  # for the tests on one fault
+SECONDS = 200.0  # for the tests on one fault
 
 Edit = Callable[[random.Random, str], str]
+Places = Callable[["re.Match[str]"], bool]
 
 
-def at_one(pattern: str, to: str | Callable[["re.Match[str]"], str]) -> Edit:
+def at_one(pattern: str, to: str, fits: Places = lambda place: True) -> Edit:
     """Replace one of the places where a pattern matches."""
 
     def edit(rng: random.Random, source: str) -> str:
-        places = list(re.finditer(pattern, source))
-        if not places:
-            raise LookupError(pattern)
-        place = rng.choice(places)
-        new = to(place) if callable(to) else place.expand(to)
-        return source[: place.start()] + new + source[place.end() :]
+        place = rng.choice([place for place in re.finditer(pattern, source) if fits(place)])
+        return source[: place.start()] + place.expand(to) + source[place.end() :]
 
     return edit
+
+
+def between_shared_accesses(barrier: "re.Match[str]") -> bool:
+    before, after = barrier.string[: barrier.start()], barrier.string[barrier.end() :]
+    return ".shared." in before.rpartition("\tbar.")[2] and ".shared." in after.partition("\tbar.")[0]
+
+
+def is_reached(store: "re.Match[str]") -> bool:
+    label = re.match(r"(?:\tst\.[^\n]*\n)*\n(\$L\w+):\n\tsetp[^\n]*\n\t@%p\d+ bra \t\1;", store.string[store.end() :])
+    return label is None
+
+
+def bounds_no_grid(comparison: "re.Match[str]") -> bool:
+    return "%nctaid" not in comparison.string[comparison.start() - 200 : comparison.start()]
 
 
 def swapped_parameters(rng: random.Random, source: str) -> str:
@@ -61,17 +84,17 @@ class Kind(NamedTuple):
     """A kind of fault.
 
     Attributes:
-        edit: of an entry's PTX.
-        entries: into which it is planted.
+        edit: of an entry's PTX, or of a text.
+        where: the entries or files into which it is planted.
     """
 
     edit: Edit
-    entries: tuple[str, ...]
+    where: tuple[str, ...]
 
 
-KINDS = {
+IN_PTX = {
     "a lost barrier": Kind(
-        at_one(r"\tbar\.sync \t0;", ""),
+        at_one(r"\tbar\.sync \t0;", "", between_shared_accesses),
         ("decode_int8", "select_chunks", "transform_tiles", "partial_squares", "pack_planes"),
     ),
     "a stride too large by one block": Kind(
@@ -93,8 +116,15 @@ KINDS = {
     "an address as an int": Kind(
         at_one(r"cvta\.to\.global\.u64 \t(%rd\d+), (%rd\d+);", r"and.b64 \t\1, \2, 4294967295;"), ("sgd", "unpack")
     ),
-    "one turn too many": Kind(at_one(r"setp\.lt\.s64", "setp.le.s64"), ("lamb", "sgd", "encode_two_bits")),
-    "a store left out": Kind(at_one(r"\n\tst\.global[^;]*;", "\n"), ("sgd", "encode_bfloat16", "pack_planes")),
+    "one turn too many": Kind(
+        at_one(r"setp\.lt\.s64([^;]*;)(\s+)setp\.lt\.s64", r"setp.le.s64\1\2setp.le.s64"), ("lamb", "sgd", "adamw")
+    ),
+    "one turn too many of a block": Kind(
+        at_one(r"setp\.lt\.s64([^;]*;\n\t@)", r"setp.le.s64\1", bounds_no_grid), ("encode_two_bits",)
+    ),
+    "a store left out": Kind(
+        at_one(r"\tst\.global[^;]*;\n", "", is_reached), ("sgd", "encode_bfloat16", "pack_planes")
+    ),
     "the other value chosen": Kind(
         at_one(r"selp\.(\w+) \t(%\w+), ([^,]+), ([^,]+), ", r"selp.\1 \t\2, \4, \3, "), ("encode_one_bit", "lars")
     ),
@@ -105,19 +135,54 @@ KINDS = {
 }
 
 
-def planted(name: str, kind: Kind, rng: random.Random) -> tuple[str, str]:
-    """(the text, its PTX for float32) with a fault in an entry."""
-    entry = f"{name}_float"
+IN_TEXT = {
+    "a lost barrier": Kind(
+        at_one(r"\n +(block_sync|__syncthreads)\(\);", "\n;"), ("dct.cu", "codec.cu", "block_scan.h")
+    ),
+    "a stride too large by one block": Kind(at_one(r"\+= gridDim\.x", r"+= gridDim.x + 1"), ("platform_cuda.h",)),
+    "two arguments swapped": Kind(at_one(r"direction\((\w\[i\]), (\w\[i\])\)", r"direction(\2, \1)"), ("sgd.cu",)),
+    "a shuffle under a branch": Kind(
+        at_one(r"n \+= __shfl_xor_sync", r"if (threadIdx.x & 16) n += __shfl_xor_sync"), ("platform_cuda.h",)
+    ),
+    "one turn too many": Kind(at_one(r"i < \(end\)", "i <= (end)"), ("platform_cuda.h",)),
+    "a store left out": Kind(at_one(r"(?<![.\w])\w+\[\w+\] [-+]?= [^;]*;", ";"), ("sgd.cu", "lars.cu", "codec.cu")),
+    "the other value chosen": Kind(at_one(r"\? ([-\w]+) : ([-\w]+);", r"? \2 : \1;"), ("update.h",)),
+    "a missing volatile in the look-back": Kind(at_one(r"const volatile Word64", "const Word64"), ("block_scan.h",)),
+}
+
+
+def plant_in_ptx(folder: Path, name: str, edit: Edit, rng: random.Random, entries: dict[str, list[Entry]]) -> None:
+    """Make a library of all kernels, with a fault in an entry's PTX for float32."""
     text = next(t for t in gpu_sass.TEXTS if f"KERNEL({name})" in (gpu_sass.NATIVE / t).read_text())
     source = gpu_sass.compiled(text, "float", ptx.ARCHITECTURE)[1]
-    start = source.index(f".visible .entry {entry}(")
+    start = source.index(f".visible .entry {name}_float(")
     end = source.index("\n}\n", start)
-    return text, source[:start] + kind.edit(rng, source[start:end]) + source[end:]
+    source = source[:start] + edit(rng, source[start:end]) + source[end:]
+    changed = {**entries, text: translate(source, f"{text[:-3]}-float.ptx")}
+    ptx.library(folder, "ptx-float", [entry for each in changed.values() for entry in each])
 
 
-def found(folder: Path) -> str:
-    """The first test that does not pass with these libraries; '' if all do."""
-    command = [sys.executable, "-m", "pytest", "-qxs", "-p", "no:cacheprovider", "-m", "ptx and not full"]
+def plant_in_text(folder: Path, name: str, edit: Edit, rng: random.Random) -> None:
+    """Make both compilers' libraries of texts with a fault in one."""
+    native = shutil.copytree(gpu_sass.NATIVE, folder / "native")
+    (native / name).write_text(edit(rng, (native / name).read_text()))
+    with mock.patch.object(gpu_sass, "NATIVE", native), mock.patch.object(shim, "NATIVE", native):
+        ptx.build(folder, "float")
+        shim.build(folder, "float")
+
+
+def found(folder: Path, tests: str) -> str:
+    """The first of some tests that does not pass with these libraries; 'NOT FOUND' if all do."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-qxs",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        f"device and {tests} and not full",
+    ]
     command += ["-k", "not outside_of", str(launch.TESTS / "kernels" / "test_device_text.py")]
     with tempfile.TemporaryFile("w+") as output:
         env = {**os.environ, PLANTED: str(folder)}
@@ -128,7 +193,7 @@ def found(folder: Path) -> str:
         output.seek(0)
         said = output.read()
     if done.returncode == 0:
-        return ""
+        return "NOT FOUND"
     trap = re.search(r"simt: block \d+: (.*)", said)
     failed = re.search(r"FAILED \S*::(\w+)", said)
     return f"trap: {trap[1]}" if trap else f"test: {failed[1]}" if failed else "a crash"
@@ -137,26 +202,27 @@ def found(folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="*", default=[*KINDS])
+    parser.add_argument("--kinds", nargs="*", default=[*IN_PTX, *IN_TEXT])
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         whole = Path(made)
-        doubles = ptx.build(whole, "double")
+        ptx.build(whole, "double")
+        shim.build(whole, "double")
         entries = {text: ptx.entries("float", [text]) for text in gpu_sass.TEXTS}
-        count = missed = 0
-        for title in given.kinds:
-            for name in KINDS[title].entries:
-                begin, folder = time.monotonic(), whole / f"{count}"
-                folder.mkdir()
-                text, source = planted(name, KINDS[title], random.Random(f"{given.seed} {title} {name}"))
-                changed = {**entries, text: translate(source, f"{text[:-3]}-float.ptx")}
-                ptx.library(folder, "ptx-float", [entry for each in changed.values() for entry in each])
-                shutil.copy(doubles, folder)
-                answer = found(folder)
-                count, missed = count + 1, missed + (not answer)
-                print(f"{title} in {name}: {answer or 'NOT FOUND'}  ({time.monotonic() - begin:.0f} s)", flush=True)
+        print("| kind | in | the PTX's run | the shim | seconds |\n|---|---|---|---|---|")
+        for kinds, in_text in ((IN_PTX, False), (IN_TEXT, True)):
+            for title, name in [(t, name) for t in kinds if t in given.kinds for name in kinds[t].where]:
+                begin, folder = time.monotonic(), Path(tempfile.mkdtemp(dir=whole))
+                edit, rng = kinds[title].edit, random.Random(f"{given.seed} {title} {name}")
+                for library in whole.glob("*-double.so"):
+                    shutil.copy(library, folder)
+                if in_text:
+                    plant_in_text(folder, name, edit, rng)
+                else:
+                    plant_in_ptx(folder, name, edit, rng, entries)
+                says = found(folder, "ptx"), found(folder, "not ptx") if in_text else "cannot"
+                print(f"| {title} | {name} | {says[0]} | {says[1]} | {time.monotonic() - begin:.0f} |", flush=True)
                 shutil.rmtree(folder)
-    print(f"{count - missed} of {count} found")
 
 
 if __name__ == "__main__":
