@@ -661,27 +661,28 @@ class RawModule:
 
 
 class RawKernel:
-    """cupy.RawKernel; arguments are copied at the call, as the driver does."""
+    """cupy.RawKernel; arguments are packed as cupy does it, and copied at the call, as the driver does."""
 
     def __init__(self, name):
         self.name, self.kernel = name, types.SimpleNamespace(ptr=len(name))
         self.launch = getattr(shim.library(name.rsplit("_", 1)[1]), f"launch_{name}")
+        self.launch.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
         self.sizes = [argument_size(p) for p in kernels.KERNELS[name.rsplit("_", 1)[0]].declared]
 
     def __call__(self, grid, block, args, shared_mem=0):
         shape = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
         assert all(isinstance(a, np.ndarray) and a.size == 1 for a in args), "what cupy passes by value"
         assert [a.nbytes for a in args] == self.sizes, self.name
-        values = [ctypes.create_string_buffer(a.tobytes(), a.nbytes) for a in args]
-        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        held = [cupy.cuda.function.CNumpyArray(a.copy()) for a in args]
+        addresses = (ctypes.c_void_p * len(held))(*(argument.ptr for argument in held))
         dims = (ctypes.c_uint * 6)(*shape)
 
-        def run(keep=values):
+        def run(keep=held):
             with _shim:
-                self.launch(dims, ctypes.c_size_t(shared_mem), addresses)
+                self.launch(dims, shared_mem, addresses)
 
         stream = current()[-1].ptr
-        check_launch(stream).enqueue(self.name, run, stream, (shape, *(v.raw for v in values)))
+        check_launch(stream).enqueue(self.name, run, stream, (shape, *(a.tobytes() for a in args)))
 
 
 def argument_size(parameter):
