@@ -180,6 +180,7 @@ def of_integers(array):
     array.dtype = np.int32
 
 
+@pytest.mark.filterwarnings("ignore:Setting the .* has been deprecated in NumPy 2.5")  # programs do it all the same
 @pytest.mark.parametrize("change", [locked, reshaped, of_integers])
 @pytest.mark.parametrize("kind", [np.asarray, lambda x: x.view(np.memmap)], ids=["array", "subclass"])
 def test_a_parameter_that_was_changed_in_place_is_refused_before_anything_is_written(change, kind):
