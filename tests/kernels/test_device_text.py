@@ -42,14 +42,18 @@ if SANITIZE in os.environ:
 ORDERS = [pytest.param((3, 64, seed), marks=pytest.mark.full) for seed in range(4, 23)]  # one is GRIDS'
 YES = np.ones(1, np.int64)
 
+COMPILERS = {"text": build, "ptx": ptx.build, "clang": ptx.build_by_clang}
 
-@pytest.fixture(scope="session", params=["text", pytest.param("ptx", marks=ptx.MARKS)])
+
+@pytest.fixture(
+    scope="session", params=["text", pytest.param("ptx", marks=ptx.MARKS), pytest.param("clang", marks=ptx.CLANG_MARKS)]
+)
 def libraries(request, tmp_path_factory):
-    """All kernels by their texts, compiled as for a device, or by NVRTC's PTX."""
+    """All kernels by their texts, compiled as for a device, or by NVRTC's or clang's PTX."""
     if given := os.environ.get(PLANTED):
         begin = {"text": "device", "ptx": "ptx"}[request.param]
         return {real: ctypes.CDLL(f"{given}/{begin}-{real}.so") for real in ("float", "double")}
-    folder, made = tmp_path_factory.mktemp("simt"), {"text": build, "ptx": ptx.build}[request.param]
+    folder, made = tmp_path_factory.mktemp("simt"), COMPILERS[request.param]
     return {real: ctypes.CDLL(str(made(folder, real, sanitize=SANITIZE in os.environ))) for real in ("float", "double")}
 
 

@@ -1,5 +1,8 @@
-"""The kernels' PTX, as NVRTC makes it for a GPU's driver, as a library that runs it on the CPU."""
+"""The kernels' PTX, as NVRTC makes it for a GPU's driver, or clang, as a library that runs it on the CPU."""
 
+import functools
+import importlib.util
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,6 +11,7 @@ import pytest
 from test_kernels import compiler
 
 from benchmarks.gpu_sass import TEXTS, compiled, nvrtc
+from distopt.kernels.signatures import NATIVE
 from ptx.translate import Entry, translate
 from simt.build import HERE as SIMT
 from simt.build import SANITIZE
@@ -18,17 +22,59 @@ MARKS = [
     pytest.mark.ptx,
     pytest.mark.skipif(nvrtc() is None, reason="NVRTC is missing: pip install 'distopt[nvrtc]'"),
 ]
+# What the library's options for NVRTC are to clang, without CUDA's headers and library; division and roots are exact,
+# and denormals kept, without an option.
+CLANG_FLAGS = [
+    *("-std=c++17", "-O2", "-ffp-contract=off", "-x", "cuda", "--cuda-device-only", "-nocudainc", "-nocudalib", "-S"),
+    *("-mllvm", "-disable-licm-promotion"),  # which reads ahead what a thread may not need, and another writes
+    *(f"--cuda-gpu-arch=sm_{ARCHITECTURE}", "-w", "-include", str(HERE / "clang.h")),
+]
 
 
-def entries(real: str, texts: Iterable[str | Path] | None = None) -> list[Entry]:
-    """The entries of texts, by default of all, as NVRTC makes them by the library's options."""
-    found = ((Path(text).stem, compiled(str(text), real, ARCHITECTURE)[1]) for text in texts or TEXTS)
+@functools.cache
+def clang() -> list[str] | None:
+    """The command of clang for GPUs, of Zig's wheel or of PATH; None without one."""
+    if found := importlib.util.find_spec("ziglang"):
+        return [str(Path(found.submodule_search_locations[0]) / "zig"), "clang"]
+    return [found] if (found := shutil.which("clang")) else None
+
+
+CLANG_MARKS = [
+    pytest.mark.ptx,
+    pytest.mark.skipif(clang() is None, reason="clang is missing: pip install ziglang"),
+]
+
+
+def by_nvrtc(text: str, real: str) -> str:
+    """The PTX of a text, as NVRTC makes it by the library's options."""
+    return compiled(text, real, ARCHITECTURE)[1]
+
+
+def by_clang(text: str, real: str) -> str:
+    """The PTX of a text, as clang makes it."""
+    command = [*clang(), *CLANG_FLAGS, f"-Dreal={real}", NATIVE / text, "-o", "-"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def entries(real: str, texts: Iterable[str | Path] | None = None, compile_text=by_nvrtc) -> list[Entry]:
+    """The entries of texts, by default of all."""
+    found = ((Path(text).stem, compile_text(str(text), real)) for text in texts or TEXTS)
     return [entry for name, ptx in found for entry in translate(ptx, f"{name}-{real}.ptx")]
 
 
 def build(folder: Path, real: str, sanitize: bool = False, texts: Iterable[str | Path] | None = None) -> Path:
     """A library with ``launch_<kernel>_<real>(dims, shared bytes, arguments)`` for every kernel, and ``simt_seed``."""
     return library(folder, f"ptx-{real}", entries(real, texts), sanitize)
+
+
+def entries_by_clang(real: str) -> list[Entry]:
+    """The same of clang's PTX."""
+    return entries(real, compile_text=by_clang)
+
+
+def build_by_clang(folder: Path, real: str, sanitize: bool = False) -> Path:
+    """The same of clang's PTX."""
+    return library(folder, f"clang-{real}", entries_by_clang(real), sanitize)
 
 
 def library(folder: Path, name: str, found: Sequence[Entry], sanitize: bool = False) -> Path:

@@ -11,7 +11,7 @@
 
 namespace ptx {
 
-enum Space { GLOBAL, SHARED, GENERIC };
+enum Space { GLOBAL, SHARED, LOCAL, GENERIC };
 enum Mode { BFLY, IDX, UP, DOWN };
 
 struct Variable {
@@ -160,6 +160,8 @@ void copy_bits(To &to, From from) {
   static_assert(sizeof to == sizeof from, "registers of two sizes");
   memcpy(&to, &from, sizeof to);
 }
+template <class T>
+T sink;  // for what is not asked for
 template <class From, class... To>
 void unpack(From from, To &...to) {
   static_assert(sizeof from == (sizeof to + ...), "registers of other sizes");
@@ -177,6 +179,20 @@ To packed(From... from) {
 inline float single(uint64_t bits) { return simt::from_bits<float>(bits); }
 inline double real64(uint64_t bits) { return simt::from_bits<double>(bits); }
 
+// A float in a register of floats, or of bits.
+template <class T, class R>
+T as(R from) {
+  if constexpr (std::is_floating_point_v<R>) return from;
+  T value;
+  copy_bits(value, from);
+  return value;
+}
+template <class T, class R, class Value>
+void set(R &to, Value value) {
+  if constexpr (std::is_floating_point_v<T> && !std::is_floating_point_v<R>) copy_bits(to, (T)value);
+  else to = (R)value;
+}
+
 // shfl.sync: c has the last lane of a segment in bits 0 to 4, and in bits 8 to 12 what all lanes of one have in common.
 template <Mode mode>
 unsigned shuffle(unsigned value, unsigned by, unsigned c, unsigned mask, bool &inside, int line) {
@@ -186,6 +202,11 @@ unsigned shuffle(unsigned value, unsigned by, unsigned c, unsigned mask, bool &i
   inside = mode == UP ? from >= last : from <= last;  // of UP c has the first lane
   if (!inside) from = lane;
   return (unsigned)simt::meet(simt::SHUFFLE, mask, value, (unsigned)from, line);
+}
+template <Mode mode>
+unsigned shuffle(unsigned value, unsigned by, unsigned c, unsigned mask, int line) {
+  bool inside;
+  return shuffle<mode>(value, by, c, mask, inside, line);
 }
 
 // Shifts by as many bits as there are, or more, leave nothing but the sign.
@@ -230,6 +251,16 @@ inline unsigned brev_(unsigned x) {
 }
 // bfind.shiftamt: by how much the highest bit must be moved up; all ones without one.
 inline unsigned bfind_(unsigned x) { return x ? __builtin_clz(x) : ~0u; }
+// bfe: bits beyond the highest are 0, or of a signed type what the highest that there is says.
+template <class T>
+T bfe_(T a, unsigned at, unsigned bits) {
+  const unsigned all = 8 * sizeof a;
+  at &= 255, bits &= 255;
+  if (!bits) return 0;
+  if (at >= all) return a < 0 ? -1 : 0;
+  if (at + bits > all) bits = all - at;
+  return (T)((std::make_unsigned_t<T>)a << (all - at - bits)) >> (all - bits);
+}
 template <class T>
 T bfi_(T a, T b, unsigned at, unsigned bits) {
   at &= 255, bits &= 255;

@@ -69,6 +69,25 @@ INSTRUCTIONS = {
     "mov.f32 %f1, 0f7FC00000; setp.le.f32 %p1, %f1, 0f00000000; selp.b32 %r4, 1, 2, %p1": 2,
     "mov.u32 %r4, 5; setp.lt.s32 %p1, %r1, 0; @!%p1 mov.u32 %r4, 6": 5,
     "mov.b64 %rd3, {%r1, %r2}; mov.b64 {%r5, %r4}, %rd3": B,
+    # only clang's
+    "mov.b64 %rd3, {%r1, %r2}; mov.b64 {_, %r4}, %rd3": B,
+    "bfe.u32 %r4, %r1, 4, 8": A >> 4 & 0xFF,
+    "bfe.u32 %r4, %r1, 28, 8": A >> 28,
+    "bfe.u32 %r4, %r1, 4, 0": 0,
+    "bfe.s32 %r4, %r1, 6, 4": 0xFFFF_FFFF,  # 15 of four bits
+    "bfe.s32 %r4, %r1, 40, 4": 0xFFFF_FFFF,
+    "mov.b32 %r5, 0fC0200000; abs.f32 %r4, %r5": 0x4020_0000,  # floats in registers of bits
+    "mov.b32 %r5, 0f3F800000; add.rn.f32 %r4, %r5, 0f40000000": 0x4040_0000,
+    "mov.b32 %r5, 0fC0200000; cvt.f64.f32 %rd3, %r5; cvt.rn.f32.f64 %r4, %rd3": 0xC020_0000,
+    "cvt.s8.s32 %r4, %r1": 0xFFFF_FFC4,
+    "setp.gt.u32 %p1, %r1, 1; selp.f32 %r4, 0f3F800000, 0f40000000, %p1": 0x3F80_0000,
+    "mov.b64 %rd3, {name}_float_param_1; ld.param.b64 %rd4, [%rd3]; cvta.global.u64 %rd4, %rd4; sub.s64 %rd4, %rd4, "
+    "%rd1; cvt.u32.u64 %r4, %rd4": 0,
+    ".local .align 8 .b8 __local_depot0[16]; mov.b64 %rd3, __local_depot0; cvta.local.u64 %rd4, %rd3; "
+    "st.local.b32 [%rd3+8], %r1; ld.b32 %r4, [%rd4+8]": A,
+    "$a: .branchtargets $b, $c; mov.u32 %r5, 1; mov.u32 %r4, 7; brx.idx %r5, $a; $b: mov.u32 %r4, 5; "
+    "$c: mov.u32 %r6, 0": 7,
+    "shfl.sync.idx.b32 %r4, %r2, 0, 0, 1": B,  # the only lane; no predicate
 }
 TRAPS = {
     "ld.global.u32 %r1, [%rd2+2]": "misaligned",
@@ -90,6 +109,7 @@ def test_instructions_compute_what_the_manual_says(tmp_path):
     found = []
     for number, text in enumerate(INSTRUCTIONS):
         given = f"mov.u32 %r1, {A}; mov.u32 %r2, {B}; mov.u32 %r3, {C}"
+        text = text.replace("{name}", f"k{number}")
         found += module(f"k{number}", f"{given}; {text}; st.global.u32 [%rd2], %r4")
     library = ctypes.CDLL(str(ptx.library(tmp_path, "instructions", found)))
     for number, (text, expected) in enumerate(INSTRUCTIONS.items()):
@@ -154,9 +174,10 @@ def test_a_statement_without_a_rule_is_refused(text):
         module("unknown", text)
 
 
+@pytest.mark.parametrize("entries", [ptx.entries, pytest.param(ptx.entries_by_clang, marks=ptx.CLANG_MARKS)])
 @pytest.mark.parametrize("real", ["float", "double"])
-def test_every_kernel_has_an_entry_that_takes_what_is_launched_with(real):
+def test_every_kernel_has_an_entry_that_takes_what_is_launched_with(real, entries):
     """As many bytes of each argument, in order: the driver copies so many from where the launch points."""
-    found = {entry.name.rpartition("_")[0]: entry.parameters for entry in ptx.entries(real)}
+    found = {entry.name.rpartition("_")[0]: entry.parameters for entry in entries(real)}
     of_gpus = [name for text in TEXTS for name in kernels_of(text)]
     assert found == {name: [argument_size(p) for p in KERNELS[name].declared] for name in of_gpus}

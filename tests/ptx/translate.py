@@ -31,8 +31,9 @@ FLOATS = ("f32", "f64")
 
 _STATEMENT = re.compile(r"\s*(?:(\$\w+:)|([^;{}]*(?:\{[^;{}]*\}[^;{}]*)*);|([{}]))", re.S)
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)(.*?)\n\{(.*?)\n\}\n", re.S)
-_PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.(\w+) (\w+)(?:\[(\d+)\])?")
+_PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.(\w+) (?:\.ptr \.align \d+ )?(\w+)(?:\[(\d+)\])?")
 _SHARED = re.compile(r"\.shared \.align (\d+) \.(\w+) (\w+)(?:\[(\d+)\])?;")
+_LOCAL = re.compile(r"\.local \.align (\d+) \.b8 (\w+)\[(\d+)\]$")
 _REGISTERS = re.compile(r"\.reg \.(\w+)\s+(%\w+)(?:<(\d+)>)?$")
 _MAXIMUM = re.compile(r"\.maxntid (\d+)(?:, (\d+))?(?:, (\d+))?")
 
@@ -130,13 +131,22 @@ class _Translator:
     def __init__(self, parameters: dict[str, tuple[int, int]], shared: dict[str, int]):
         # parameters: number and bytes by name; shared: where variables lie
         self._parameters, self._shared = parameters, shared
+        self._pointers = dict[str, str]()  # registers with the address of a parameter
+        self._label, self._targets = "", dict[str, list[str]]()  # the last label; what a brx.idx chooses from
 
     def statement(self, text: str) -> str:
         """Return a statement of C++; '' for what says nothing to a CPU."""
         if text in "{}":
             return text
         if text.endswith(":"):
-            return f"{_variable(text[:-1])}:;"
+            self._label = text[:-1]
+            return f"{_variable(self._label)}:;"
+        if text.startswith(".branchtargets"):
+            self._targets[self._label] = [target.strip() for target in text.partition(" ")[2].split(",")]
+            return ""
+        if local := _LOCAL.match(text):
+            alignment, name, nbytes = local.groups()
+            return f"alignas({alignment}) char {name}[{nbytes}];"
         if text.startswith((".pragma", ".shared")):
             return ""
         if registers := _REGISTERS.match(text):
@@ -157,10 +167,16 @@ class _Translator:
             return f"({TYPES[kind]}){SPECIAL[text]}"
         if text in self._shared:
             return f"({TYPES[kind]}){self._shared[text]}"
+        if text.startswith("__local_depot"):
+            return f"({TYPES[kind]}){text}"
         if text.startswith("%"):
             variable = _variable(text)
-            return variable if kind in (*FLOATS, "pred") else f"({TYPES[kind]}){variable}"
+            if kind in FLOATS:  # which clang keeps in registers of bits
+                return f"ptx::as<{TYPES[kind]}>({variable})"
+            return variable if kind == "pred" else f"({TYPES[kind]}){variable}"
         if literal := re.fullmatch(r"0([fd])([0-9A-F]+)", text):
+            if kind not in FLOATS:
+                return f"({TYPES[kind]})0x{literal[2]}ull"
             return f"ptx::{'single' if literal[1] == 'f' else 'real64'}(0x{literal[2]}ull)"
         if re.fullmatch(r"-?\d+", text):
             return f"({TYPES[kind]}){text}{'ull' if int(text) >= 1 << 63 else 'll'}"
@@ -176,6 +192,11 @@ class _Translator:
     def _bra(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         return f"goto {_variable(operands[0])};"
 
+    def _brx(self, base: str, suffixes: list[str], operands: list[str]) -> str:
+        index, table = operands
+        cases = " ".join(f"case {k}: goto {_variable(to)};" for k, to in enumerate(self._targets[table]))
+        return f'switch ({_variable(index)}) {{ {cases} default: ptx::trap("no such branch", __LINE__); }}'
+
     def _ret(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         return "return;"
 
@@ -184,10 +205,15 @@ class _Translator:
         if to.startswith("{") or source.startswith("{"):
             parts = [_variable(part.strip()) for part in max(to, source, key=len).strip("{}").split(",")]
             if to.startswith("{"):
+                kept = next(part for part in parts if part != "_")
+                parts = [f"ptx::sink<decltype({kept})>" if part == "_" else part for part in parts]
                 return f"ptx::unpack({_variable(source)}, {', '.join(parts)});"
             return f"{_variable(to)} = ptx::packed<decltype({_variable(to)})>({', '.join(parts)});"
         if suffixes[0] in ("b32", "b64") and source.startswith("%") and source not in SPECIAL:
             return f"ptx::copy_bits({_variable(to)}, {_variable(source)});"
+        if source in self._parameters:
+            self._pointers[to] = source
+            return ""
         return f"{_variable(to)} = {self._value(source, suffixes[0])};"
 
     def _ld(self, base: str, suffixes: list[str], operands: list[str]) -> str:
@@ -195,7 +221,7 @@ class _Translator:
         *where, kind = suffixes
         if where == ["param"]:
             name, _, offset = source.strip("[]").partition("+")
-            number, nbytes = self._parameters[name]
+            number, nbytes = self._parameters[self._pointers.get(name, name)]
             if int(offset or 0) + size_of(kind) > nbytes:
                 raise ValueError(f"beyond the {nbytes} bytes of {name}")
             return f"memcpy(&{_variable(to)}, (char *)arguments[{number}] + {offset or 0}, {size_of(kind)});"
@@ -208,8 +234,8 @@ class _Translator:
 
     def _access(self, verb: str, where: list[str], kind: str, registers: str, address: str) -> str:
         """Return a load of registers, or a store."""
-        space = next((name for name in ("global", "shared") if name in where), "generic")
-        if unknown := set(where) - {"global", "shared", "volatile", "wb", "v2", "v4"}:
+        space = next((name for name in ("global", "shared", "local") if name in where), "generic")
+        if unknown := set(where) - {"global", "shared", "local", "volatile", "wb", "v2", "v4"}:
             raise ValueError(f"{unknown}")
         parts = [part.strip() for part in registers.strip("{}").split(",")]
         if len(parts) != int(next((name[1:] for name in where if name in ("v2", "v4")), 1)):
@@ -220,6 +246,8 @@ class _Translator:
 
     def _cvta(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         to, source = map(_variable, operands)
+        if suffixes[0] in ("global", "local"):  # both are addresses of the CPU
+            return f"{to} = {source};"
         call = f"to_global({source}, __LINE__)" if suffixes[0] == "to" else f"from_shared({source})"
         return f"{to} = ptx::{call};"
 
@@ -230,7 +258,7 @@ class _Translator:
             value = f"ptx::towards_zero<{TYPES[to]}>({value})"
         elif how not in ([], ["rn"]):
             raise ValueError(f"rounding {how}")
-        return f"{_variable(operands[0])} = ({TYPES[to]}){value};"
+        return _assign(operands[0], to, f"({TYPES[to]}){value}")
 
     def _setp(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         comparison, kind = suffixes
@@ -250,7 +278,7 @@ class _Translator:
     def _selp(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         to, yes, no, predicate = operands
         kind = suffixes[0]
-        return f"{_variable(to)} = {_variable(predicate)} ? {self._value(yes, kind)} : {self._value(no, kind)};"
+        return _assign(to, kind, f"{_variable(predicate)} ? {self._value(yes, kind)} : {self._value(no, kind)}")
 
     def _bar(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         if suffixes == ["warp", "sync"]:
@@ -267,11 +295,10 @@ class _Translator:
 
     def _shfl(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         _, mode, _ = suffixes
-        (to, inside), (value, by, clamp, mask) = operands[0].split("|"), operands[1:]
-        given = ", ".join(self._value(part, "u32") for part in (value, by, clamp, mask))
-        return (
-            f"{_variable(to)} = ptx::shuffle<ptx::{mode.upper()}>({given}, {_variable(inside)}, __LINE__); ++now.warps;"
-        )
+        (to, _, inside), (value, by, clamp, mask) = operands[0].partition("|"), operands[1:]
+        given = [self._value(part, "u32") for part in (value, by, clamp, mask)] + [_variable(inside)] * bool(inside)
+        answer = f"ptx::shuffle<ptx::{mode.upper()}>({', '.join(given)}, __LINE__)"
+        return f"{_variable(to)} = {answer}; ++now.warps;"
 
     def _vote(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         call = {"ballot": "__ballot_sync", "any": "__any_sync", "all": "__all_sync"}[suffixes[1]]
@@ -323,21 +350,28 @@ class _Translator:
             code = f"({c})1 / {values[0]}"
         elif base == "sqrt":
             code = f"std::sqrt({values[0]})"
+        elif base == "abs" and kind in FLOATS:
+            code = f"std::fabs({values[0]})"
         elif base == "neg":
             code = f"-{values[0]}"
         elif base == "not":
             code = f"!{values[0]}" if kind == "pred" else f"({c})~{values[0]}"
         elif base in ("shl", "shr"):
             code = f"ptx::{base}({values[0]}, {self._value(given[1], 'u32')})"
-        elif base in ("div", "rem", "min", "max", "popc", "clz", "brev", "bfi", "prmt", "bfind") and (
+        elif base in ("div", "rem", "min", "max", "popc", "clz", "brev", "bfe", "bfi", "prmt", "bfind") and (
             not how or (base, how) == ("bfind", ["shiftamt"])
         ):
-            if base == "bfi":
-                values[2:] = [self._value(value, "u32") for value in given[2:]]
+            if base in ("bfe", "bfi"):
+                values[-2:] = [self._value(value, "u32") for value in given[-2:]]
             code = f"ptx::{base}_({', '.join(values)})"
         else:
             raise ValueError("operation")
-        return f"{_variable(to)} = {code};"
+        return _assign(to, kind, code)
+
+
+def _assign(to: str, kind: str, value: str) -> str:
+    """Return what gives a register a value of a type, or the bits of a float."""
+    return f"ptx::set<{TYPES[kind]}>({_variable(to)}, {value});"
 
 
 def _variable(name: str) -> str:
