@@ -35,7 +35,7 @@ def elementwise(n):
         "lerp": (12 * n, lambda: kernels.lerp(table, y, 0.5)),
         "accumulate": (12 * n, lambda: kernels.accumulate(x, y)),
         "clip": (8 * n, lambda: kernels.clip(x, 3.0)),
-        "encode_half": (10 * n, lambda: kernels.encode_half(x, half, 0.5, 65504.0)),
+        "encode_half": (10 * n, lambda: kernels.encode_half(x, half, x[:0], 0.5, 65504.0)),
         "decode_half": (6 * n, lambda: kernels.decode_half(half, y, 0.5)),
         "from_half": (6 * n, lambda: kernels.from_half(half, y)),
     }

@@ -12,32 +12,38 @@ INLINE auto adding() {
   return [](const auto &format, auto &x, const auto &bits) { x += format.widen(bits); };
 }
 
-// body(format, x[i], bits[i]) for n elements, as the other each_half for those of a chunk.
-template <class Format, class X, class Bits, class Body>
-INLINE void each_half(long long n, X *x, Bits *bits, const Body &body) {
-  FOR_EACH_PIECE(c, n) each_half<Format>(c, x, bits, body);
+// body(format, x[i], bits[i], more[i] ...) for n elements, as the other each_half for those of a chunk.
+template <class Format, class X, class Bits, class Body, class... More>
+INLINE void each_half(long long n, X *x, Bits *bits, const Body &body, const More *...more) {
+  FOR_EACH_PIECE(c, n) each_half<Format>(c, x, bits, body, more...);
 }
 
-// bits <- scale x, clamped to +-most first; what is not finite stays so.  [scale is a power of two, so that only
+// bits <- scale (x + add), clamped to +-most first; what is not finite stays so.  [scale is a power of two, so that only
 // rounding loses anything]  With `keeps_rest`, x becomes what bits cannot carry: the rounding error, and what lies
 // beyond +-most; of what is not finite, nothing.
-template <class Format, bool keeps_rest, class X>
-INLINE void encode(long long n, X *x, typename Format::Bits *bits, double scale, double most, SkipIf skip) {
+template <class Format, bool keeps_rest, class X, class... Add>
+INLINE void encode(long long n, X *x, typename Format::Bits *bits, double scale, double most, SkipIf skip,
+                   bool addends = false, const Add *...add) {
   const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
   if (skips(skip)) {
     FOR_EACH(i, n, bits) { bits[i] = 0; };
     return;
   }
-  each_half<Format>(n, x, bits, [=](const auto &format, auto &number, auto &code) {
-    code = format.round(clamp_finite(number, limit) * factor);
-    if constexpr (keeps_rest) number = if_finite(number, number - format.widen(code) * back);
-  });
+  const auto code = [=](const auto &format, auto &number, auto &code, const auto &...increment) {
+    const auto now = addends ? (number + ... + increment) : number;
+    code = format.round(clamp_finite(now, limit) * factor);
+    if constexpr (keeps_rest) number = if_finite(now, now - format.widen(code) * back);
+  };
+  each_half<Format>(n, x, bits, code, add...);
 }
-KERNEL(encode_half)(long long n, real *x, half_t *bits, double scale, double most, SkipIf skip) {
-  encode<Float16, true>(n, x, bits, scale, most, skip);
+// The gradient `add`, if there are `addends`, is added to the memory x in the pass that codes it.
+KERNEL(encode_half)(long long n, real *x, half_t *bits, long long addends, const real *add, double scale, double most,
+                    SkipIf skip) {
+  encode<Float16, true>(n, x, bits, scale, most, skip, addends, addends ? add : x);
 }
-KERNEL(encode_bfloat16)(long long n, real *x, bfloat16_t *bits, double scale, double most, SkipIf skip) {
-  encode<Bfloat16, true>(n, x, bits, scale, most, skip);
+KERNEL(encode_bfloat16)(long long n, real *x, bfloat16_t *bits, long long addends, const real *add, double scale,
+                        double most, SkipIf skip) {
+  encode<Bfloat16, true>(n, x, bits, scale, most, skip, addends, addends ? add : x);
 }
 KERNEL(copy_half)(long long n, const real *x, half_t *bits, double scale, double most, SkipIf skip) {
   encode<Float16, false>(n, x, bits, scale, most, skip);

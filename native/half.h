@@ -69,10 +69,10 @@ INLINE void store_eight(const half_t *, __m128i) {}
 
 #endif
 
-// body(format, x[i], bits[i]) for the elements i of a chunk; where there are instructions for it, x[i] and bits[i] are
+// body(format, x[i], bits[i], more[i] ...) for the elements i of a chunk; where there are instructions for it, they are
 // eight of each, which the format and the functions above know as well.
-template <class Format, class X, class Bits, class Body>
-INLINE void each_half(const Chunk &c, X *x, Bits *bits, const Body &body) {
+template <class Format, class X, class Bits, class Body, class... More>
+INLINE void each_half(const Chunk &c, X *x, Bits *bits, const Body &body, const More *...more) {
 #if HOST
   long long i = c.begin;
 #if defined(__F16C__) && defined(__AVX2__)
@@ -80,13 +80,16 @@ INLINE void each_half(const Chunk &c, X *x, Bits *bits, const Body &body) {
     for (; i + 8 <= c.end; i += 8) {
       auto eight = load_eight(x + i);
       auto eight_bits = load_eight(bits + i);
-      body(EightOf<Format>(), eight, eight_bits);
+      body(EightOf<Format>(), eight, eight_bits, load_eight(more + i)...);
       store_eight(x + i, eight);
       store_eight(bits + i, eight_bits);
     }
 #endif
-  INDEPENDENT for (; i < c.end; ++i) body(Format(), x[i], bits[i]);
+  INDEPENDENT for (; i < c.end; ++i) body(Format(), x[i], bits[i], more[i]...);
 #else
-  FOR_EACH_IN(i, c, x, bits) { body(Format(), x[i], bits[i]); };
+  const auto each = [&](long long, int j, X *number, Bits *code, const More *...at) {
+    body(Format(), number[j], code[j], at[j]...);
+  };
+  grid_stride<1>(c.begin, c.end, 0, 1, each, x, bits, more...);
 #endif
 }

@@ -44,7 +44,9 @@ struct Vector {
   T *origin;
   Value value;
   Vector() = default;
-  __device__ __forceinline__ explicit Vector(T *p) : origin(p), value(*(const Value *)p) {}
+  __device__ __forceinline__ explicit Vector(T *p) : origin(p) {
+    if constexpr (sizeof(T) > 1) value = *(const Value *)p;  // [bytes are codes, which all are written]
+  }
   __device__ __forceinline__ Vector(T *p, const T *from) : origin(p) {
 #pragma unroll
     for (int j = 0; j < WIDTH; ++j) value.at[j] = from[j];

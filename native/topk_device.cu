@@ -130,13 +130,14 @@ KERNEL(sift_above)(long long n, real *x, long long addends, const real *add, lon
 INLINE int digit_at(const unsigned *bins, long long &rank) {
   const int lane = threadIdx.x % 32, highest = 255 - 8 * lane;
   long long mine = 0;
-  for (int b = 0; b < 8; ++b) mine += bins[highest - b];
+#pragma unroll 4
+  for (int b = 0; b < 8; ++b) mine += bins[highest - (b + lane / 4) % 8];  // [no two lanes meet in a memory bank]
   const long long upto = warp_inclusive_sum(mine);
   const unsigned reached = __ballot_sync(ALL_LANES, upto >= rank);
   const int owner = reached ? __ffs(reached) - 1 : 31;
   long long rest = rank - (upto - mine);
   int b = 0;
-  while (b < 7 && rest > bins[highest - b]) rest -= bins[highest - b++];
+  while (lane == owner && b < 7 && rest > bins[highest - b]) rest -= bins[highest - b++];
   rank = __shfl_sync(ALL_LANES, rest, owner);
   return __shfl_sync(ALL_LANES, highest - b, owner);
 }

@@ -98,7 +98,7 @@ ALL: dict[type[Compressor], Callable[[], Part]] = {
         },
         exact=(Half(), Half("bfloat16")),
         captured=(Half(), Half("bfloat16"), ErrorFeedback(Half())),
-        timed={"half with memory": Timed(lambda _: ErrorFeedback(Half()))},
+        timed={"half with memory": Timed(lambda _: ErrorFeedback(Half()), sent=2.0)},
     ),
     Int8: lambda: Part(
         words={"int8": Word(lambda options: ErrorFeedback(Int8()))},
@@ -124,7 +124,9 @@ ALL: dict[type[Compressor], Callable[[], Part]] = {
         | {"1bit units in two phases": Try(ErrorFeedback(OneBit(scale="unit")), "two_phase")},
         rounded=(OneBit(), OneBit(0.3)),
         captured=(ErrorFeedback(OneBit()),),
-        timed={"one bit": Timed(lambda _: ErrorFeedback(OneBit()), moved=20)},  # the mean is a pass of its own
+        timed={
+            "one bit": Timed(lambda _: ErrorFeedback(OneBit()), moved=20, sent=0.125)
+        },  # the mean is a pass of its own
     ),
     TwoBit: lambda: Part(
         words={"2bit": Word(lambda threshold, options: ErrorFeedback(TwoBit(threshold)), (0.5,))},
@@ -132,7 +134,7 @@ ALL: dict[type[Compressor], Callable[[], Part]] = {
         exact=(TwoBit(0.5),),
         rounded=(TwoBit(0.3),),
         captured=(ErrorFeedback(TwoBit()),),
-        timed={"two bits": Timed(lambda magnitude: ErrorFeedback(TwoBit(magnitude)))},
+        timed={"two bits": Timed(lambda magnitude: ErrorFeedback(TwoBit(magnitude)), sent=0.25)},
     ),
     TopK: lambda: Part(
         words={

@@ -62,10 +62,9 @@ class Half(Lossy):
     def compress(
         self, x: np.ndarray, state: State, context: ExchangeContext, add: np.ndarray | None = None
     ) -> np.ndarray:
-        if add is not None:
-            kernels.accumulate(add, x, context.skip_flag)
         payload: np.ndarray = context.scratch("payload", 2 * x.size).view(self.stored)
-        self._take(x, payload, self.scale(context.size), self._most, context.skip_flag)
+        increment = x[:0] if add is None else add
+        self._take(x, payload, increment, self.scale(context.size), self._most, context.skip_flag)
         return payload
 
     def write(self, x: np.ndarray, payload: np.ndarray, context: ExchangeContext) -> None:

@@ -111,9 +111,9 @@ int main() {
     from_bfloat16_float(n, half.data(), y.data());
     add_half_float(n, half.data(), y.data());
     add_bfloat16_float(n, half.data(), y.data());
-    encode_half_float(n, x.data(), half.data(), 0.5, 65504, nullptr);
+    encode_half_float(n, x.data(), half.data(), 0, x.data(), 0.5, 65504, nullptr);
     decode_half_float(n, half.data(), y.data(), 0.5);
-    encode_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30, nullptr);
+    encode_bfloat16_float(n, x.data(), half.data(), 0, x.data(), 0.5, 1e30, nullptr);
     decode_bfloat16_float(n, half.data(), y.data(), 0.5);
     copy_half_float(n, x.data(), half.data(), 0.5, 65504, nullptr);
     copy_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30, nullptr);

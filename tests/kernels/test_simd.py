@@ -64,10 +64,12 @@ def _converted(library, x, wire, name):
     def call(verb, *given):
         getattr(library, f"{verb}_{name}_float")(n, *given)
 
-    sent, copied, narrow, summed = (np.empty(x.size, np.uint16) for _ in range(4))
-    rest, wide, back, total = x.copy(), np.empty_like(x), np.empty_like(x), x.copy()
+    sent, copied, narrow, summed, of_both = (np.empty(x.size, np.uint16) for _ in range(5))
+    rest, wide, back, total, kept = x.copy(), np.empty_like(x), np.empty_like(x), x.copy(), x.copy()
     parts = np.array([wire.ctypes.data, sent.ctypes.data, wire.ctypes.data])
-    call("encode", pointer(rest), pointer(sent), number(0.25), number(most), None)
+    none, addend = ctypes.c_longlong(0), x[::-1].copy()
+    call("encode", pointer(rest), pointer(sent), none, None, number(0.25), number(most), None)
+    call("encode", pointer(kept), pointer(of_both), n, pointer(addend), number(0.25), number(most), None)
     call("copy", pointer(x), pointer(copied), number(0.25), number(most), None)
     call("to", pointer(x), pointer(narrow))
     call("from", pointer(wire), pointer(wide))
@@ -75,7 +77,7 @@ def _converted(library, x, wire, name):
     call("add", pointer(wire), pointer(total))
     call("sum", pointer(summed), ctypes.c_longlong(3), pointer(parts))
     np.testing.assert_array_equal(copied, sent)
-    return b"".join(a.tobytes() for a in (sent, narrow, summed, rest, wide, back, total))
+    return b"".join(a.tobytes() for a in (sent, narrow, summed, rest, wide, back, total, kept, of_both))
 
 
 @pytest.mark.parametrize("name", FORMATS)
