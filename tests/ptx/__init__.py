@@ -77,15 +77,17 @@ def build_by_clang(folder: Path, real: str, sanitize: bool = False) -> Path:
     return library(folder, f"clang-{real}", entries_by_clang(real), sanitize)
 
 
-def library(folder: Path, name: str, found: Sequence[Entry], sanitize: bool = False) -> Path:
-    """The same of these entries."""
+def library(
+    folder: Path, name: str, found: Sequence[Entry], sanitize: bool = False, options: Sequence[str] = ()
+) -> Path:
+    """The same of these entries, with more options for the compiler."""
     source, made = folder / f"{name}.cpp", folder / f"{name}.so"
     lines = [f"#define PTX_SHARED {max(entry.shared_bytes for entry in found)}ul", '#include "ptx.h"']
     lines += [entry.code for entry in found]
     lines.append('extern "C" void simt_seed(unsigned long long seed) { simt::machine.seed = seed; }')
     source.write_text("\n".join(lines) + "\n")
     # -w: registers that NVRTC's code never reads are no mistake of ours
-    flags = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-w"]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-w", *options]
     flags += SANITIZE if sanitize else ()
     subprocess.run([compiler(), *flags, f"-I{HERE}", f"-I{SIMT}", "-shared", source, "-o", made], check=True)
     return made

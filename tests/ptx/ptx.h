@@ -9,6 +9,13 @@
 
 #include <unordered_map>
 
+#ifdef PTX_COUNT
+#include "count.h"
+#else
+#define PTX_STEP
+#define PTX_BRANCH(taken) taken
+#endif
+
 namespace ptx {
 
 enum Space { GLOBAL, SHARED, LOCAL, GENERIC };
@@ -98,6 +105,9 @@ inline char *in_shared(uint64_t address, size_t bytes, Order now, Kind kind, int
     else if (written[address + k] != WRITTEN) trap("shared memory that no thread has written", line);
   }
   order(address, bytes, now, kind, line);
+#ifdef PTX_COUNT
+  note(address, bytes, SHARED_KIND + kind, line);
+#endif
   return arena + address;
 }
 
@@ -109,6 +119,9 @@ char *place(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
   if (offset < PTX_SHARED && space == GENERIC) return in_shared(offset, bytes, now, kind, line);
   if (offset < PTX_SHARED) trap("a global access of shared memory", line);
   if (address < 4096) trap("a null pointer", line);
+#ifdef PTX_COUNT
+  note(address, bytes, kind, line);
+#endif
   return (char *)address;
 }
 

@@ -97,7 +97,8 @@ def _entry(found: "re.Match[str]", ptx: str, file: str) -> Entry:
         except (KeyError, ValueError) as error:
             raise ValueError(f"{file}:{number}: no rule for {text!r}: {error!r}") from error
         if code:
-            lines.append(f'#line {number} "{file}"\n  {code}')
+            step = "" if text in "{}" or text.endswith(":") or text.startswith(".") else "PTX_STEP "
+            lines.append(f'#line {number} "{file}"\n  {step}{code}')
     lines += [
         "}",
         f'extern "C" void launch_{name}(const unsigned *dims, size_t, void **arguments) {{',
@@ -157,7 +158,10 @@ class _Translator:
         base, *suffixes = operation.split(".")
         found = [part for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", operands)]
         code = getattr(self, f"_{base}", self._arithmetic)(base, suffixes, [part.strip() for part in found])
-        return f"if ({guard.replace('%', '')}) {{ {code} }}" if guard else code
+        if not guard:
+            return code
+        taken = guard.replace("%", "")
+        return f"if ({f'PTX_BRANCH({taken})' if base == 'bra' else taken}) {{ {code} }}"
 
     # ------------------------------------------------------------------------------------------- operands
 
