@@ -124,9 +124,8 @@ ALL: dict[type[Compressor], Callable[[], Part]] = {
         | {"1bit units in two phases": Try(ErrorFeedback(OneBit(scale="unit")), "two_phase")},
         rounded=(OneBit(), OneBit(0.3)),
         captured=(ErrorFeedback(OneBit()),),
-        timed={
-            "one bit": Timed(lambda _: ErrorFeedback(OneBit()), moved=20, sent=0.125)
-        },  # the mean is a pass of its own
+        # the mean is a pass of its own
+        timed={"one bit": Timed(lambda _: ErrorFeedback(OneBit()), moved=20, sent=0.125)},
     ),
     TwoBit: lambda: Part(
         words={"2bit": Word(lambda threshold, options: ErrorFeedback(TwoBit(threshold)), (0.5,))},

@@ -63,8 +63,8 @@ class Half(Lossy):
         self, x: np.ndarray, state: State, context: ExchangeContext, add: np.ndarray | None = None
     ) -> np.ndarray:
         payload: np.ndarray = context.scratch("payload", 2 * x.size).view(self.stored)
-        increment = x[:0] if add is None else add
-        self._take(x, payload, increment, self.scale(context.size), self._most, context.skip_flag)
+        scale, added = self.scale(context.size), x[:0] if add is None else add
+        self._take(x, payload, added, scale, self._most, context.skip_flag)
         return payload
 
     def write(self, x: np.ndarray, payload: np.ndarray, context: ExchangeContext) -> None:

@@ -118,7 +118,7 @@ def test_bench_kernels_shows_bytes_and_speed_of_every_kernel(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()[2:]
     for row, line in zip(rows, lines, strict=True):
         assert line.strip().startswith(row["kernel"])
-        assert row["bytes"] in [k * (1 << 14) for k in (4, 10, 12, 13, 14, 20, 28, 40, 48)]
+        assert row["bytes"] in [k * (1 << 14) for k in (4, 8.5, 9, 10, 12, 12.5, 13, 14, 16, 20, 20.25, 28, 40, 48)]
         assert 0 < row["of copy"] < 100
 
 

@@ -13,6 +13,7 @@ warp that are not at the same turn of a loop are taken together although they ar
 
 import argparse
 import ctypes
+import importlib.metadata
 import sys
 import tempfile
 from collections.abc import Callable
@@ -29,7 +30,7 @@ launch.extend_path()
 
 import ptx  # noqa: E402
 from benchmarks import gpu_kernels, gpu_sass  # noqa: E402
-from benchmarks.measure import report  # noqa: E402
+from benchmarks.measure import RESULTS  # noqa: E402
 from distopt import device  # noqa: E402
 from doubles import gpu as doubled  # noqa: E402
 from doubles import shim  # noqa: E402
@@ -220,7 +221,13 @@ def main() -> None:
     args = parser.parse_args()
     n = args.elements
     head = f"{'':36}{'read':>8}{'written':>9}{'sectors':>9}{'wavefronts':>14}{'diverge %':>10}{'instructions':>13}"
-    lines = [f"{n:,} float32 on {MULTIPROCESSORS} of {H100['multiprocessors']} multiprocessors", "", head]
+    lines = [
+        f"python tests/ptx/traffic.py {' '.join(sys.argv[1:])}".strip(),
+        f"NVRTC {importlib.metadata.version('nvidia-cuda-nvrtc')}, {n:,} float32 on {MULTIPROCESSORS} of"
+        f" {H100['multiprocessors']} multiprocessors; bytes, wavefronts and instructions are those of an element",
+        "",
+        head,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         library = install(Path(folder))
         for name, (least, case) in cases(n).items():
@@ -233,7 +240,8 @@ def main() -> None:
             lines.append(f"{name}: {total / n:.2f} of {least / n:.2f} bytes, {total / least:.3f}")
             lines += [row(kernel, done, n) for kernel, done in library.done]
             print("\n".join(lines[-1 - len(library.done) :]), flush=True)
-    report("gpu_traffic", "\n".join(lines), args.save)
+    if args.save:
+        (RESULTS / "gpu_traffic.txt").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ def passes(n: int) -> dict[str, Case]:
 def selection(n: int) -> dict[str, Case]:
     """Return the cases of compressors, which read the gradient and the residual, and write the residual.
 
-    One bit reads the gradient twice; DGC also reads and writes velocities.  Integers write as many bytes as count, and
-    their sums are written to memory that is not read.
+    One bit reads the gradient twice; DGC also reads and writes velocities.  Codes of all elements are written to memory
+    that is not in a cache; where they cannot be summed as they are, what decodes and adds them is a case too.
     """
     gradient = _filled(n, 2)
     speed = float(np.abs(gradient).mean())
@@ -105,7 +105,7 @@ def selection(n: int) -> dict[str, Case]:
         magnitude = speed / timed.density
         compressor = timed.make(magnitude)
         cases[name] = (int((timed.moved + 2 * timed.sent) * n), _step(compressor, gradient, magnitude))
-        if timed.sent:
+        if timed.sent and not compressor.traits.summable:
             payload, total = compressor.compress(gradient.copy(), {}, ExchangeContext()), _filled(n, 4)
             decode = functools.partial(compressor.decompress_all, [payload] * RANKS, total, _context(n))
             cases[f"{name}, sum of {RANKS}"] = (int((8 + RANKS * timed.sent) * n), decode)
