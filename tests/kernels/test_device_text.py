@@ -987,7 +987,7 @@ def test_no_thread_reads_or_writes_outside_of_its_arrays(made):
         f"device and {'ptx' if made == 'ptx' else 'not ptx'} and not full",
         __file__,
         "-k",
-        f"{some} or codes_of or packed or (16_bits and float16-1 and float32)",
+        f"({some} or codes_of or packed or (16_bits and float16-1 and float32)) and not clang",
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -168,10 +168,11 @@ inline uint64_t to_global(uint64_t address, int line) {
   return address;
 }
 
+// By value: registers whose addresses are taken make the sanitizers' build five times as long.
 template <class To, class From>
-void copy_bits(To &to, From from) {
-  static_assert(sizeof to == sizeof from, "registers of two sizes");
-  memcpy(&to, &from, sizeof to);
+To as(From from) {
+  static_assert(sizeof(To) == sizeof from, "registers of two sizes");
+  return __builtin_bit_cast(To, from);
 }
 template <class T>
 T sink;  // for what is not asked for
@@ -191,20 +192,6 @@ To packed(From... from) {
 }
 inline float single(uint64_t bits) { return simt::from_bits<float>(bits); }
 inline double real64(uint64_t bits) { return simt::from_bits<double>(bits); }
-
-// A float in a register of floats, or of bits.
-template <class T, class R>
-T as(R from) {
-  if constexpr (std::is_floating_point_v<R>) return from;
-  T value;
-  copy_bits(value, from);
-  return value;
-}
-template <class T, class R, class Value>
-void set(R &to, Value value) {
-  if constexpr (std::is_floating_point_v<T> && !std::is_floating_point_v<R>) copy_bits(to, (T)value);
-  else to = (R)value;
-}
 
 // shfl.sync: c has the last lane of a segment in bits 0 to 4, and in bits 8 to 12 what all lanes of one have in common.
 template <Mode mode>

@@ -132,6 +132,7 @@ class _Translator:
     def __init__(self, parameters: dict[str, tuple[int, int]], shared: dict[str, int]):
         # parameters: number and bytes by name; shared: where variables lie
         self._parameters, self._shared = parameters, shared
+        self._kinds = dict[str, str]()  # of registers
         self._pointers = dict[str, str]()  # registers with the address of a parameter
         self._label, self._targets = "", dict[str, list[str]]()  # the last label; what a brx.idx chooses from
 
@@ -153,6 +154,7 @@ class _Translator:
         if registers := _REGISTERS.match(text):
             kind, prefix, count = registers.groups()
             names = [f"{prefix}{k}" for k in range(1, int(count))] if count else [prefix]
+            self._kinds.update(dict.fromkeys(names, kind))
             return f"{TYPES[kind]} {', '.join(map(_variable, names))};" if names else ""
         guard, operation, operands = re.match(r"(?:@(!?%\w+)\s+)?([\w.]+)\s*(.*)", text).groups()
         base, *suffixes = operation.split(".")
@@ -175,9 +177,9 @@ class _Translator:
             return f"({TYPES[kind]}){text}"
         if text.startswith("%"):
             variable = _variable(text)
-            if kind in FLOATS:  # which clang keeps in registers of bits
+            if kind in FLOATS and self._kinds[text] not in FLOATS:  # clang keeps floats in registers of bits
                 return f"ptx::as<{TYPES[kind]}>({variable})"
-            return variable if kind == "pred" else f"({TYPES[kind]}){variable}"
+            return variable if kind in (*FLOATS, "pred") else f"({TYPES[kind]}){variable}"
         if literal := re.fullmatch(r"0([fd])([0-9A-F]+)", text):
             if kind not in FLOATS:
                 return f"({TYPES[kind]})0x{literal[2]}ull"
@@ -190,6 +192,12 @@ class _Translator:
         """Return what stands in brackets as an address."""
         name, offset = re.fullmatch(r"\[([%\w]+)(?:\+(-?\d+))?\]", text).groups()
         return f"{self._value(name, 'u64')} + (uint64_t)({offset or 0}ll)"
+
+    def _assign(self, to: str, kind: str, value: str) -> str:
+        """Return what gives a register a value of a type, or the bits of a float."""
+        if kind in FLOATS and self._kinds[to] not in FLOATS:
+            value = f"ptx::as<{TYPES[self._kinds[to]]}>(({TYPES[kind]})({value}))"
+        return f"{_variable(to)} = {value};"
 
     # ------------------------------------------------------------------------------------------- statements
 
@@ -214,7 +222,9 @@ class _Translator:
                 return f"ptx::unpack({_variable(source)}, {', '.join(parts)});"
             return f"{_variable(to)} = ptx::packed<decltype({_variable(to)})>({', '.join(parts)});"
         if suffixes[0] in ("b32", "b64") and source.startswith("%") and source not in SPECIAL:
-            return f"ptx::copy_bits({_variable(to)}, {_variable(source)});"
+            if self._kinds[to] != self._kinds[source]:
+                return f"{_variable(to)} = ptx::as<{TYPES[self._kinds[to]]}>({_variable(source)});"
+            return f"{_variable(to)} = {_variable(source)};"
         if source in self._parameters:
             self._pointers[to] = source
             return ""
@@ -262,7 +272,7 @@ class _Translator:
             value = f"ptx::towards_zero<{TYPES[to]}>({value})"
         elif how not in ([], ["rn"]):
             raise ValueError(f"rounding {how}")
-        return _assign(operands[0], to, f"({TYPES[to]}){value}")
+        return self._assign(operands[0], to, f"({TYPES[to]}){value}")
 
     def _setp(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         comparison, kind = suffixes
@@ -282,7 +292,7 @@ class _Translator:
     def _selp(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         to, yes, no, predicate = operands
         kind = suffixes[0]
-        return _assign(to, kind, f"{_variable(predicate)} ? {self._value(yes, kind)} : {self._value(no, kind)}")
+        return self._assign(to, kind, f"{_variable(predicate)} ? {self._value(yes, kind)} : {self._value(no, kind)}")
 
     def _bar(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         if suffixes == ["warp", "sync"]:
@@ -370,12 +380,7 @@ class _Translator:
             code = f"ptx::{base}_({', '.join(values)})"
         else:
             raise ValueError("operation")
-        return _assign(to, kind, code)
-
-
-def _assign(to: str, kind: str, value: str) -> str:
-    """Return what gives a register a value of a type, or the bits of a float."""
-    return f"ptx::set<{TYPES[kind]}>({_variable(to)}, {value});"
+        return self._assign(to, kind, code)
 
 
 def _variable(name: str) -> str:
