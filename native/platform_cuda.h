@@ -45,7 +45,7 @@ struct Vector {
   Value value;
   Vector() = default;
   __device__ __forceinline__ explicit Vector(T *p) : origin(p) {
-    if constexpr (sizeof(T) > 1) value = *(const Value *)p;  // [bytes are codes, which all are written]
+    if constexpr (sizeof(T) > 1) value = *(const Value *)p;  // [bytes are codes, all of which a loop writes]
   }
   __device__ __forceinline__ Vector(T *p, const T *from) : origin(p) {
 #pragma unroll

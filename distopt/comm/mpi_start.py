@@ -209,7 +209,7 @@ def _end_stuck_launcher() -> None:
     # can hang in PMIx_server_finalize, waiting for a lock, when no rank is left (3 of 20 jobs with a stopped rank).  It
     # has hung too when a rank called MPI_Abort while another one ended with a code.
     launcher = os.getppid()
-    if not _is_launcher(launcher):
+    if _starter(launcher) in (None, "slurmstepd"):  # which has time limits of its own
         return
     with contextlib.suppress(OSError):
         # stays valid for this process only, if its id is used again
@@ -219,9 +219,9 @@ def _end_stuck_launcher() -> None:
             # of the pipes and sockets that the launcher reads until they are closed
             os.closerange(0, handle)
             os.closerange(handle + 1, os.sysconf("SC_OPEN_MAX"))
-            ended, _, _ = select.select([handle], [], [], STUCK)
-            if not ended:
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            if not select.select([handle], [], [], STUCK)[0]:
+                with contextlib.suppress(OSError):  # this process must not go on as a second rank
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
             os._exit(0)
 
 
@@ -233,7 +233,7 @@ def guard_start() -> None:
     launch = launched()
     if not launch or launch.size == 1:
         return
-    if not (job.is_rank() or (multiprocessing.parent_process() is None and _is_launcher(os.getppid()))):
+    if not (job.is_rank() or (multiprocessing.parent_process() is None and _starter(os.getppid()))):
         return
     abort_on_exception(launch.rank, abort)
     announce_exit(launch.rank)
@@ -241,11 +241,12 @@ def guard_start() -> None:
         atexit.register(_leave_before_start if "PMI_FD" in os.environ else _linger_before_start, os.getpid())
 
 
-def _is_launcher(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/comm").read_text().strip().partition(".")[0] in STARTERS
-    except OSError:
-        return False
+def _starter(process: int) -> str | None:
+    # the kernel's name of a process that starts ranks
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{process}/comm").read_text().strip().partition(".")[0]
+        return name if name in STARTERS else None
+    return None
 
 
 def _linger_before_start(process: int) -> None:

@@ -180,25 +180,46 @@ def test_run_starts_a_text_of_its_command_line_or_standard_input():
 
 
 STUCK_LAUNCHER = """
-import ctypes, os, time
+import ctypes, os, sys, time
 
-ctypes.CDLL(None).prctl(15, b"prterun")  # PR_SET_NAME
+name, told = sys.argv[1].encode(), sys.argv[2]
+ctypes.CDLL(None).prctl(15, name)  # PR_SET_NAME
 if os.fork():
     os.wait()
     print("its rank has ended", flush=True)
-    time.sleep(60)
+    time.sleep(60 if name == b"prterun" else 1)
+    sys.exit(open(told).read())
 
+import signal
 from distopt.comm import mpi_start
 
+def refuse(*_):
+    raise PermissionError
+
+def leave(code, end=os._exit):
+    print(code, file=open(told, "a"))
+    end(code)
+
+os._exit = leave
+if name == b"prted":
+    signal.pidfd_send_signal = refuse
 mpi_start.CONNECT = mpi_start.STUCK = 0.5
 mpi_start.abort(3)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfds are Linux's")
-def test_a_launcher_that_hangs_after_its_ranks_have_ended_is_killed():
-    code, output = finish([sys.executable, "-c", STUCK_LAUNCHER], 30)
-    assert (code, output) == (-9, "its rank has ended\n")
+@pytest.mark.parametrize(
+    ("name", "code", "left"),
+    [
+        ("prterun", -9, ""),
+        ("prted", 1, "3\n0\n\n"),  # what may not kill it ends all the same, and as no rank
+        ("slurmstepd", 1, "3\n\n"),  # has time limits of its own
+    ],
+)
+def test_a_launcher_that_hangs_after_its_ranks_have_ended_is_killed(name, code, left, tmp_path):
+    found = finish([sys.executable, "-c", STUCK_LAUNCHER, name, str(tmp_path / "left")], 30)
+    assert found == (code, f"its rank has ended\n{left}")
 
 
 DEAF_LAUNCHER = """

@@ -32,3 +32,4 @@ extern "C" void ptx_forget() { ptx::records.clear(), ptx::instructions = 0; }
 
 #define PTX_STEP ++ptx::instructions;
 #define PTX_BRANCH(taken) ptx::branch(taken, __LINE__)
+#define PTX_NOTE(address, bytes, kind, line) ptx::note(address, bytes, kind, line)

@@ -14,6 +14,7 @@
 #else
 #define PTX_STEP
 #define PTX_BRANCH(taken) taken
+#define PTX_NOTE(address, bytes, kind, line)
 #endif
 
 namespace ptx {
@@ -105,9 +106,7 @@ inline char *in_shared(uint64_t address, size_t bytes, Order now, Kind kind, int
     else if (written[address + k] != WRITTEN) trap("shared memory that no thread has written", line);
   }
   order(address, bytes, now, kind, line);
-#ifdef PTX_COUNT
-  note(address, bytes, SHARED_KIND + kind, line);
-#endif
+  PTX_NOTE(address, bytes, SHARED_KIND + kind, line);
   return arena + address;
 }
 
@@ -119,9 +118,7 @@ char *place(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
   if (offset < PTX_SHARED && space == GENERIC) return in_shared(offset, bytes, now, kind, line);
   if (offset < PTX_SHARED) trap("a global access of shared memory", line);
   if (address < 4096) trap("a null pointer", line);
-#ifdef PTX_COUNT
-  note(address, bytes, kind, line);
-#endif
+  PTX_NOTE(address, bytes, kind, line);
   return (char *)address;
 }
 

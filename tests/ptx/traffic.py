@@ -41,7 +41,7 @@ ELEMENTS = 25_600_000 * MULTIPROCESSORS // H100["multiprocessors"] // 64 * 64
 SECTOR = 32  # bytes
 L2 = H100["l2"] * MULTIPROCESSORS // H100["multiprocessors"] // SECTOR  # sectors
 WARP, BANKS = 32, 32
-READ, WRITE, ATOMIC, SHARED, BRANCH = 0, 1, 2, 4, 8  # as in count.h
+READ, WRITE, SHARED, BRANCH = 0, 1, 4, 8  # as in count.h
 
 RECORD = np.dtype(
     {

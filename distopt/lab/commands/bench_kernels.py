@@ -95,8 +95,8 @@ def passes(n: int) -> dict[str, Case]:
 def selection(n: int) -> dict[str, Case]:
     """Return the cases of compressors, which read the gradient and the residual, and write the residual.
 
-    One bit reads the gradient twice; DGC also reads and writes velocities.  Codes of all elements are written to memory
-    that is not in a cache; where they cannot be summed as they are, what decodes and adds them is a case too.
+    One bit reads the gradient twice; DGC also reads and writes velocities.  The bytes of codes of all elements
+    count twice, as memory is read before it is written; where codes cannot be summed, their decoded sum is a case too.
     """
     gradient = _filled(n, 2)
     speed = float(np.abs(gradient).mean())
