@@ -115,6 +115,8 @@ class Supervisor:
         if not members:
             return launcher
         last = self._started.end_of(members[-1])
+        if self._asked.count and last.code == 128 + signal.SIGTERM:  # which an interrupt becomes for who is deaf to it
+            return launcher
         return 0 if last.in_order else last.code or launcher or 1
 
     # ------------------------------------------------------------------------------------------- ends

@@ -296,6 +296,16 @@ class TestOverTorch:
         assert running.returncode == 130, output
         assert all_gone(pids)
 
+    def test_an_interrupt_ends_ranks_that_do_not_hear_it(self, start):
+        """One that is lost in an import, say, whose loader swallows it; the job was interrupted all the same."""
+        running, pids = start("signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf'); time.sleep(60)")
+        for _ in pids:
+            running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=20)
+        assert running.returncode == 130, output
+        assert all_gone(pids)
+
     def test_a_second_signal_ends_ranks_that_ignore_it(self, start):
         running, pids = start("signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(60)")
         for _ in pids:

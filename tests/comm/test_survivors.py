@@ -34,9 +34,11 @@ def start(transport, tmp_path):
     jobs = []
 
     def begin(size, what, how=""):
-        jobs.append(JOBS[transport](size, what, tmp_path, HOW=how))
-        jobs[0].wait_until_all_exchange()
-        return jobs[0]
+        folder = tmp_path / str(len(jobs))
+        folder.mkdir()
+        jobs.append(JOBS[transport](size, what, folder, HOW=how))
+        jobs[-1].wait_until_all_exchange()
+        return jobs[-1]
 
     yield begin
     for job in jobs:
@@ -79,11 +81,21 @@ def test_a_rank_may_be_killed_while_communicators_are_made(what, start):
 @pytest.mark.parametrize("milliseconds", [0, 5, 15, 40])
 def test_a_rank_may_be_killed_while_the_others_go_on_without_another_one(milliseconds, start):
     """At the same moment, and while a new communicator is made."""
-    job = start(4, "all_reduce")
-    job.kill(1)
-    time.sleep(milliseconds / 1000)
-    job.kill(0)
-    after_kills(job, [2, 3])
+
+    def lose_two_ranks():
+        job = start(4, "all_reduce")
+        job.kill(1)
+        time.sleep(milliseconds / 1000)
+        job.kill(0)
+        after_kills(job, [2, 3])
+
+    try:
+        lose_two_ranks()
+    except AssertionError as error:
+        # Open MPI 5.0.11 itself crashes if a rank ends in some 0.1 ms of its Shrink: distopt/comm/mpi_losses.py
+        if "ompi_comm_revoke_local" not in str(error) or "Comm_shrink" not in str(error):
+            raise
+        lose_two_ranks()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS[:1])
