@@ -1,7 +1,8 @@
 """Law 8 without a GPU: what the texts say for a device, run by the CPU thread for thread, gives the host's bits.
 
-The device's loops (16-byte accesses, chunks found by bisection, grid strides, atomics, look-back) run twice: the texts
-as the host's compiler reads them, and the PTX that NVRTC makes of them, which is what a GPU's driver is handed.
+The device's loops (16-byte accesses, chunks found by bisection, grid strides, atomics, look-back) run four times: the
+texts as the host's compiler reads them, and the PTX that NVRTC makes of them, which is what a GPU's driver is handed,
+for GPUs up to the H100 and in other words for newer ones, and that of clang.
 Blocks, warps and lanes run in shuffled order.  What this cannot show is what the driver makes of the PTX, how a GPU
 orders memory, and its timing.
 
@@ -42,14 +43,18 @@ if SANITIZE in os.environ:
 ORDERS = [pytest.param((3, 64, seed), marks=pytest.mark.full) for seed in range(4, 23)]  # one is GRIDS'
 YES = np.ones(1, np.int64)
 
-COMPILERS = {"text": build, "ptx": ptx.build, "clang": ptx.build_by_clang}
+COMPILERS = {
+    "text": build,
+    "ptx": ptx.build,
+    "newer": functools.partial(ptx.build, compile_text=ptx.by_nvrtc_for_newer),
+    "clang": functools.partial(ptx.build, compile_text=ptx.by_clang),
+}
+MARKS = {"text": (), "ptx": ptx.MARKS, "newer": ptx.MARKS, "clang": ptx.CLANG_MARKS}
 
 
-@pytest.fixture(
-    scope="session", params=["text", pytest.param("ptx", marks=ptx.MARKS), pytest.param("clang", marks=ptx.CLANG_MARKS)]
-)
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=MARKS[name]) for name in COMPILERS])
 def libraries(request, tmp_path_factory):
-    """All kernels by their texts, compiled as for a device, or by NVRTC's or clang's PTX."""
+    """All kernels by their texts, compiled as for a device, or by NVRTC's PTX, also for newer GPUs, or clang's."""
     if given := os.environ.get(PLANTED):
         begin = {"text": "device", "ptx": "ptx"}[request.param]
         return {real: ctypes.CDLL(f"{given}/{begin}-{real}.so") for real in ("float", "double")}
@@ -987,7 +992,7 @@ def test_no_thread_reads_or_writes_outside_of_its_arrays(made):
         f"device and {'ptx' if made == 'ptx' else 'not ptx'} and not full",
         __file__,
         "-k",
-        f"({some} or codes_of or packed or (16_bits and float16-1 and float32)) and not clang",
+        f"({some} or codes_of or packed or (16_bits and float16-1 and float32)) and not (newer or clang)",
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

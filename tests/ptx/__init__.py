@@ -18,6 +18,7 @@ from simt.build import SANITIZE
 
 HERE = Path(__file__).parent
 ARCHITECTURE = 80
+NEWER = 100  # from here on NVRTC writes other PTX, as clang does: bits in registers without a type
 MARKS = [
     pytest.mark.ptx,
     pytest.mark.skipif(nvrtc() is None, reason="NVRTC is missing: pip install 'distopt[nvrtc]'"),
@@ -45,9 +46,12 @@ CLANG_MARKS = [
 ]
 
 
-def by_nvrtc(text: str, real: str) -> str:
+def by_nvrtc(text: str, real: str, architecture: int = ARCHITECTURE) -> str:
     """The PTX of a text, as NVRTC makes it by the library's options."""
-    return compiled(text, real, ARCHITECTURE)[1]
+    return compiled(text, real, architecture)[1]
+
+
+by_nvrtc_for_newer = functools.partial(by_nvrtc, architecture=NEWER)
 
 
 def by_clang(text: str, real: str) -> str:
@@ -62,19 +66,15 @@ def entries(real: str, texts: Iterable[str | Path] | None = None, compile_text=b
     return [entry for name, ptx in found for entry in translate(ptx, f"{name}-{real}.ptx")]
 
 
-def build(folder: Path, real: str, sanitize: bool = False, texts: Iterable[str | Path] | None = None) -> Path:
+def build(
+    folder: Path,
+    real: str,
+    sanitize: bool = False,
+    texts: Iterable[str | Path] | None = None,
+    compile_text=by_nvrtc,
+) -> Path:
     """A library with ``launch_<kernel>_<real>(dims, shared bytes, arguments)`` for every kernel, and ``simt_seed``."""
-    return library(folder, f"ptx-{real}", entries(real, texts), sanitize)
-
-
-def entries_by_clang(real: str) -> list[Entry]:
-    """The same of clang's PTX."""
-    return entries(real, compile_text=by_clang)
-
-
-def build_by_clang(folder: Path, real: str, sanitize: bool = False) -> Path:
-    """The same of clang's PTX."""
-    return library(folder, f"clang-{real}", entries_by_clang(real), sanitize)
+    return library(folder, f"ptx-{real}", entries(real, texts, compile_text), sanitize)
 
 
 def library(

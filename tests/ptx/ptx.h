@@ -265,6 +265,8 @@ T bfi_(T a, T b, unsigned at, unsigned bits) {
   const T mask = (T)((bits >= 8 * sizeof a ? (T)-1 : (T)(((T)1 << bits) - 1)) << at);
   return (T)((b & ~mask) | (a << at & mask));
 }
+// shf.r.wrap: the lower half of what both are together, shifted.
+inline unsigned shf_(unsigned a, unsigned b, unsigned by) { return (unsigned)(((uint64_t)b << 32 | a) >> (by & 31)); }
 inline unsigned prmt_(unsigned a, unsigned b, unsigned chosen) {
   const uint64_t bytes = (uint64_t)b << 32 | a;
   unsigned found = 0;

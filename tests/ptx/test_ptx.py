@@ -88,6 +88,15 @@ INSTRUCTIONS = {
     "$a: .branchtargets $b, $c; mov.u32 %r5, 1; mov.u32 %r4, 7; brx.idx %r5, $a; $b: mov.u32 %r4, 5; "
     "$c: mov.u32 %r6, 0": 7,
     "shfl.sync.idx.b32 %r4, %r2, 0, 0, 1": B,  # the only lane; no predicate
+    # only NVRTC's for newer GPUs
+    "prmt.b32 %r4, %r1, %r2, 0x5410U": A & 0xFFFF | (B & 0xFFFF) << 16,
+    "prmt.b32 %r4, %r1, 0, 0xbbb3U": 0xFFFF_FF80,  # the highest byte, and thrice its sign
+    "shf.r.wrap.b32 %r4, %r1, %r2, %r3": (A | B << 32) >> C & 0xFFFF_FFFF,
+    "shf.r.wrap.b32 %r4, %r1, %r2, 32": A,
+    "shf.r.wrap.b32 %r4, %r1, %r2, 44": (A | B << 32) >> 12 & 0xFFFF_FFFF,
+    "mov.b32 %r5, room; add.s32 %r5, %r5, -1024; st.shared.b32 [%r5+1024], %r1; ld.shared.b32 %r4, [%r5+1024]": A,
+    "st.global.b32 [%rd2], %r1; atom.relaxed.gpu.global.add.u32 %r5, [%rd2], %r2; ld.global.b32 %r4, [%rd2]": A + B,
+    "st.global.b32 [%rd2], %r1; atom.relaxed.gpu.global.add.u32 %r4, [%rd2], %r2": A,
 }
 TRAPS = {
     "ld.global.u32 %r1, [%rd2+2]": "misaligned",
@@ -166,6 +175,15 @@ def test_a_block_of_more_threads_than_was_compiled_for_is_trapped(tmp_path):
         "add.f32 %f1, %f1, %f2",
         "bar.sync 1",
         "fma.rn.f32 %f1, %f2, %f3, %f4",
+        "atom.acquire.gpu.global.add.u32 %r1, [%rd2], 1",
+        "atom.relaxed.sys.global.add.u32 %r1, [%rd2], 1",
+        "shf.l.wrap.b32 %r1, %r2, %r3, 4",
+        "shf.r.clamp.b32 %r1, %r2, %r3, 4",
+        "bfind.u32 %r1, %r2",
+        "bfind.shiftamt.s32 %r1, %r2",
+        "brev.b64 %rd1, %rd2",
+        "min.NaN.f32 %f1, %f1, %f2",
+        "mov.u32 %r1, 0b101U",
         "call f",
     ],
 )
@@ -174,10 +192,14 @@ def test_a_statement_without_a_rule_is_refused(text):
         module("unknown", text)
 
 
-@pytest.mark.parametrize("entries", [ptx.entries, pytest.param(ptx.entries_by_clang, marks=ptx.CLANG_MARKS)])
+@pytest.mark.parametrize(
+    "by",
+    [ptx.by_nvrtc, ptx.by_nvrtc_for_newer, pytest.param(ptx.by_clang, marks=ptx.CLANG_MARKS)],
+    ids=["nvrtc", "newer", "clang"],
+)
 @pytest.mark.parametrize("real", ["float", "double"])
-def test_every_kernel_has_an_entry_that_takes_what_is_launched_with(real, entries):
+def test_every_kernel_has_an_entry_that_takes_what_is_launched_with(real, by):
     """As many bytes of each argument, in order: the driver copies so many from where the launch points."""
-    found = {entry.name.rpartition("_")[0]: entry.parameters for entry in entries(real)}
+    found = {entry.name.rpartition("_")[0]: entry.parameters for entry in ptx.entries(real, compile_text=by)}
     of_gpus = [name for text in TEXTS for name in kernels_of(text)]
     assert found == {name: [argument_size(p) for p in KERNELS[name].declared] for name in of_gpus}

@@ -28,6 +28,11 @@ SPECIAL = {
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "hs": ">="}
 OPERATORS = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 FLOATS = ("f32", "f64")
+# Functions of ptx.h, each with all that may stand behind its name: of some, any type.
+FUNCTIONS = {
+    **dict.fromkeys(("div", "rem", "min", "max", "popc", "clz", "bfe", "bfi"), ""),
+    **{"brev": "b32", "prmt": "b32", "bfind": "shiftamt.u32", "shf": "r.wrap.b32"},
+}
 
 _STATEMENT = re.compile(r"\s*(?:(\$\w+:)|([^;{}]*(?:\{[^;{}]*\}[^;{}]*)*);|([{}]))", re.S)
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)(.*?)\n\{(.*?)\n\}\n", re.S)
@@ -184,14 +189,15 @@ class _Translator:
             if kind not in FLOATS:
                 return f"({TYPES[kind]})0x{literal[2]}ull"
             return f"ptx::{'single' if literal[1] == 'f' else 'real64'}(0x{literal[2]}ull)"
-        if re.fullmatch(r"-?\d+", text):
-            return f"({TYPES[kind]}){text}{'ull' if int(text) >= 1 << 63 else 'll'}"
+        if literal := re.fullmatch(r"(-?\d+|0x[0-9a-fA-F]+)U?", text):
+            return f"({TYPES[kind]}){literal[1]}{'ull' if int(literal[1], 0) >= 1 << 63 else 'll'}"
         raise ValueError(f"operand {text!r}")
 
     def _address(self, text: str) -> str:
-        """Return what stands in brackets as an address."""
+        """Return what stands in brackets as an address, of as many bits as its register: a sum of 32 bits wraps."""
         name, offset = re.fullmatch(r"\[([%\w]+)(?:\+(-?\d+))?\]", text).groups()
-        return f"{self._value(name, 'u64')} + (uint64_t)({offset or 0}ll)"
+        kind = f"u{self._kinds.get(name, 'b64')[1:]}"
+        return f"{self._value(name, kind)} + ({TYPES[kind]})({offset or 0}ll)"
 
     def _assign(self, to: str, kind: str, value: str) -> str:
         """Return what gives a register a value of a type, or the bits of a float."""
@@ -328,8 +334,8 @@ class _Translator:
         return f"{_variable(to)} = {answer}; ++now.warps;"
 
     def _atom(self, base: str, suffixes: list[str], operands: list[str]) -> str:
-        space, operation, kind = suffixes
-        if operation != "add":
+        *order, space, operation, kind = suffixes
+        if operation != "add" or order not in ([], ["relaxed", "gpu"]):  # which say the same
             raise ValueError("operation")
         to, address, value = operands
         given = f"{self._address(address)}, now, __LINE__, {self._value(value, kind)}"
@@ -372,9 +378,7 @@ class _Translator:
             code = f"!{values[0]}" if kind == "pred" else f"({c})~{values[0]}"
         elif base in ("shl", "shr"):
             code = f"ptx::{base}({values[0]}, {self._value(given[1], 'u32')})"
-        elif base in ("div", "rem", "min", "max", "popc", "clz", "brev", "bfe", "bfi", "prmt", "bfind") and (
-            not how or (base, how) == ("bfind", ["shiftamt"])
-        ):
+        elif FUNCTIONS.get(base) == ".".join(suffixes) or (FUNCTIONS.get(base) == "" and not how):
             if base in ("bfe", "bfi"):
                 values[-2:] = [self._value(value, "u32") for value in given[-2:]]
             code = f"ptx::{base}_({', '.join(values)})"
