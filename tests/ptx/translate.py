@@ -244,7 +244,7 @@ class _Translator:
             number, nbytes = self._parameters[self._pointers.get(name, name)]
             if int(offset or 0) + size_of(kind) > nbytes:
                 raise ValueError(f"beyond the {nbytes} bytes of {name}")
-            return f"memcpy(&{_variable(to)}, (char *)arguments[{number}] + {offset or 0}, {size_of(kind)});"
+            return f"ptx::read<{TYPES[kind]}>((char *)arguments[{number}] + {offset or 0}, {_variable(to)});"
         return self._access("load", where, kind, to, source)
 
     def _st(self, base: str, suffixes: list[str], operands: list[str]) -> str:
@@ -274,7 +274,7 @@ class _Translator:
     def _cvt(self, base: str, suffixes: list[str], operands: list[str]) -> str:
         *how, to, source = suffixes
         value = self._value(operands[1], source)
-        if how == ["rzi"]:
+        if how == ["rzi"] and to[0] == "s":
             value = f"ptx::towards_zero<{TYPES[to]}>({value})"
         elif how not in ([], ["rn"]):
             raise ValueError(f"rounding {how}")
@@ -352,9 +352,16 @@ class _Translator:
         wrapping = unsigned if base in ("add", "sub", "neg", "not", "shl") else kind
         values = [self._value(value, wrapping) for value in given]
         c = TYPES[kind]
-        rounded = kind in FLOATS and how == ["rn"]
-        if kind in FLOATS and base in ("add", "sub", "mul", "div", "rcp", "sqrt") and not rounded:
-            raise ValueError("rounding")
+        if kind in FLOATS and base in ("add", "sub", "mul", "div", "rcp", "sqrt"):
+            known = how == ["rn"]
+        elif base in ("mul", "mad"):
+            known = how in (["lo"], ["hi"], ["wide"])
+        elif FUNCTIONS.get(base):
+            known = FUNCTIONS[base] == ".".join(suffixes)
+        else:
+            known = not how
+        if not known:
+            raise ValueError("modifiers")
         if base in OPERATORS:
             code = f"{values[0]} {OPERATORS[base]} {values[1]}"
         elif base in ("mul", "mad") and kind not in FLOATS:
@@ -378,7 +385,7 @@ class _Translator:
             code = f"!{values[0]}" if kind == "pred" else f"({c})~{values[0]}"
         elif base in ("shl", "shr"):
             code = f"ptx::{base}({values[0]}, {self._value(given[1], 'u32')})"
-        elif FUNCTIONS.get(base) == ".".join(suffixes) or (FUNCTIONS.get(base) == "" and not how):
+        elif base in FUNCTIONS:
             if base in ("bfe", "bfi"):
                 values[-2:] = [self._value(value, "u32") for value in given[-2:]]
             code = f"ptx::{base}_({', '.join(values)})"
