@@ -1,16 +1,15 @@
 """cupy's own driver module and NVRTC for a run of pytest on the doubles of GPUs: ``-p ptx.driver``.
 
-The library compiles its texts as for a GPU that is newer than its NVRTC, and so hands PTX to the driver: to that of
-``libcuda.cpp``, through cupy.  It loads all kernels here, of both real types, and then launches what tests ask for.
-RawModule and RawKernel themselves stay doubles: they first ask cudart for a context, which is a part of cupy and wants
-a driver to prove that it is NVIDIA's.
+The GPUs are newer than cupy's NVRTC, so that the library hands PTX to the driver, made for the newest GPU that NVRTC
+knows: to that of ``libcuda.cpp``, through cupy.  It loads all kernels here, of both real types, and then launches what
+tests ask for.  RawModule and RawKernel themselves stay doubles: they first ask cudart for a context, which is a part of
+cupy and wants a driver to prove that it is NVIDIA's.
 """
 
 import ctypes
 import itertools
 import subprocess
 import tempfile
-import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,12 +73,6 @@ def parameter_sizes(kernel):
         yield size.value
 
 
-def _older_nvrtc():
-    """cupy's NVRTC, which knows no GPU that is newer than what ``translate`` reads."""
-    supported = [a for a in nvrtc.getSupportedArchs() if a <= ptx.ARCHITECTURE]
-    return types.SimpleNamespace(**vars(nvrtc) | {"getSupportedArchs": lambda: supported})
-
-
 def _load(real):
     """Let the library find every kernel for a real type on GPU 0, and launches find what is loaded."""
     dtype = np.dtype({"float": np.float32, "double": np.float64}[real])
@@ -91,7 +84,7 @@ def _load(real):
     libcuda.libcuda_translated(str(ptx.library(Path(_folder.name), f"ptx-{real}", found)).encode())
 
 
-gpu.RawModule, gpu.Nvrtc = RawModule, _older_nvrtc
+gpu.RawModule, gpu.Nvrtc, gpu.Device.compute_capability = RawModule, lambda: nvrtc, "999"
 gpu.occupancy = driver.occupancyMaxActiveBlocksPerMultiprocessor
 with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
     gpu.install(patch.setattr)
