@@ -1,11 +1,14 @@
 """Every kernel text compiles for every GPU, without one: needs only NVIDIA's run-time compiler."""
 
+import re
+
 import pytest
 
 from benchmarks.gpu_sass import REALS, TEXTS, everything, nvrtc
 from distopt.kernels.dispatch import KERNELS, NATIVE
 
 ARCHITECTURES = (75, 80, 90, 100, 120)
+FLAVOURS = [(80, 90), (100, 120)]  # of PTX: tests/ptx runs one of each
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif(nvrtc() is None, reason="NVRTC is missing: pip install 'distopt[nvrtc]'"),
@@ -28,3 +31,11 @@ def test_every_kernel_compiles_without_spilling(text, real, architecture):
     assert all(f"{name}_{real}".encode() in binary for name in names)
     assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(names), log
     assert {body.split("(")[0].strip() for body in ptx.split(".visible .entry ")[1:]} == {f"{n}_{real}" for n in names}
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_one_ptx_is_for_many_gpus(text, real, flavour):
+    found = (everything(ARCHITECTURES)[text, real, architecture].result()[1] for architecture in flavour)
+    assert len({re.sub(r"\n\.target sm_\d+\n", "", ptx) for ptx in found}) == 1
