@@ -91,15 +91,17 @@ MISTAKES = {
 }
 
 
-def alone(library, name, n=64, **options):
-    """A launch of 64 threads in a process of its own, with n floats."""
+def alone(library, name, n=64, blocks=1, seed=0, **options):
+    """A launch of blocks of 64 threads in a process of its own, with n floats."""
     code = f"""
 import ctypes
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 held = [ctypes.c_longlong({n}), ctypes.c_void_p(libc.malloc(4 * {n}))]
 places = (ctypes.c_void_p * 2)(*map(ctypes.addressof, held))
-ctypes.CDLL({str(library)!r}).launch_{name}_float((ctypes.c_uint * 6)(1, 1, 1, 64, 1, 1), 0, places)
+library = ctypes.CDLL({str(library)!r})
+library.simt_seed(ctypes.c_ulonglong({seed}))
+library.launch_{name}_float((ctypes.c_uint * 6)({blocks}, 1, 1, 64, 1, 1), 0, places)
 """
     command = [sys.executable, "-S", "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)

@@ -1,13 +1,14 @@
 // What PTX's instructions do that C++ has no operator for, on the fibers of simt.h; translate.py writes the rest.
 //
 // Traps name the kernel, block, thread and line of the PTX: an access that is misaligned, one of shared memory outside
-// of all variables or of bytes that no thread has written, two accesses of shared memory that nothing orders, a global
-// access of shared memory or of null, and a block of more threads than the entry was compiled for.  Accesses outside of
-// an array in global memory are AddressSanitizer's.
+// of all variables or of bytes that no thread has written, two accesses that nothing orders, a global access of shared
+// memory or of null, and a block of more threads than the entry was compiled for.  Accesses outside of an array in global
+// memory are AddressSanitizer's.
 #pragma once
 #include "simt.h"
 
 #include <unordered_map>
+#include <vector>
 
 #ifdef PTX_COUNT
 #include "count.h"
@@ -19,7 +20,7 @@
 
 namespace ptx {
 
-enum Space { GLOBAL, SHARED, LOCAL, GENERIC };
+enum Space { GLOBAL, SHARED, LOCAL, GENERIC, VOLATILE };
 enum Mode { BFLY, IDX, UP, DOWN };
 
 struct Variable {
@@ -60,42 +61,97 @@ enum Kind { READ, WRITE, ATOMIC };
 struct Order {
   unsigned barriers, warps;
 };
-// The last access of a byte of shared memory by one thread; of no block that runs if `stamp` is another's.
 struct Access {
-  unsigned stamp;
+  unsigned block;  // 1 and more; 0 is none
+  int thread, line, bytes;  // a bit for each of a word's
   Order order;
-  int thread, line;
 };
-struct Byte {
+// The last accesses of a word: within a launch, or of shared memory within a block of one.
+struct Word {
+  uint64_t within;
   Access wrote, added, read, other;  // added: atomically; other: a read by another thread than that of `read`
 };
-__shared__ unsigned stamp;  // of the block: 0xc3c3c3c3 before its first access
-static unsigned stamps;
-static std::unordered_map<simt::Block *, Byte *> bytes_of;
 
-// Nothing orders two accesses of two threads, of which one writes, if no barrier lies between, nor within a warp one of
-// its operations.
-inline void check_order(const Access &before, Order now, int line) {
-  const int thread = simt::machine.thread;
-  if (before.stamp != stamp || before.thread == thread || before.order.barriers != now.barriers) return;
-  if (before.thread / simt::WARP == thread / simt::WARP && before.order.warps < now.warps) return;
+inline bool same_thread(const Access &a, const Access &b) { return a.thread == b.thread && a.block == b.block; }
+
+// Nothing orders two accesses of two threads, of which one writes, if they are of two blocks, if no barrier lies
+// between, nor within a warp one of its operations.
+inline void check_order(const Access &before, const Access &mine) {
+  if (!(before.bytes & mine.bytes) || same_thread(before, mine)) return;
+  const bool one_block = before.block == mine.block, one_warp = before.thread / simt::WARP == mine.thread / simt::WARP;
+  if (one_block && before.order.barriers != mine.order.barriers) return;
+  if (one_block && one_warp && before.order.warps < mine.order.warps) return;
   char text[120];
-  snprintf(text, sizeof text, "a race with thread %d, line %d, in shared memory", before.thread, before.line);
-  trap(text, line);
+  snprintf(text, sizeof text, "a race with block %u, thread %d, line %d", before.block - 1, before.thread, before.line);
+  trap(text, mine.line);
 }
 
-inline void order(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
-  if (stamp == 0xc3c3c3c3) stamp = ++stamps;
-  Byte *&all = bytes_of[simt::machine.block];
-  if (!all) all = (Byte *)simt::memory(PTX_SHARED * sizeof(Byte));
-  for (Byte *byte = all + address; byte < all + address + bytes; ++byte) {
-    const Access mine = {stamp, now, simt::machine.thread, line};
-    check_order(byte->wrote, now, line);
-    if (kind != ATOMIC) check_order(byte->added, now, line);
-    if (kind != READ) check_order(byte->read, now, line), check_order(byte->other, now, line);
-    if (kind == READ && byte->read.stamp == stamp && byte->read.thread != mine.thread) byte->other = byte->read;
-    (kind == READ ? byte->read : kind == WRITE ? byte->wrote : byte->added) = mine;
+inline void note_access(Word &word, uint64_t within, const Access &mine, Kind kind) {
+  if (word.within != within) word = {within};
+  check_order(word.wrote, mine);
+  if (kind != ATOMIC) check_order(word.added, mine);
+  if (kind != READ) check_order(word.read, mine), check_order(word.other, mine);
+  if (kind == READ && !same_thread(word.read, mine)) word.other = word.read;
+  (kind == READ ? word.read : kind == WRITE ? word.wrote : word.added) = mine;
+}
+
+// The words of an access: `word` finds one of a number.
+template <class Find>
+void note_words(uint64_t address, size_t bytes, Order now, Kind kind, int line, uint64_t within, const Find &word) {
+  const unsigned block = 1 + blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  const int all = bytes < 4 ? (1 << bytes) - 1 << address % 4 : 15;
+  const Access mine = {block, simt::machine.thread, line, all, now};
+  for (uint64_t w = address / 4; 4 * w < address + bytes; ++w) note_access(word(w), within, mine, kind);
+}
+
+inline void order_in_shared(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
+  static std::unordered_map<simt::Block *, Word *> words;
+  Word *&all = words[simt::machine.block];
+  if (!all) all = (Word *)simt::memory((PTX_SHARED / 4 + 1) * sizeof(Word));
+  const uint64_t block = simt::machine.launches << 32 | (1 + blockIdx.x);
+  note_words(address, bytes, now, kind, line, block, [&](uint64_t w) -> Word & { return all[w]; });
+}
+
+// Lines of global memory by address: a table with free places behind each, which a launch finds empty.
+struct Line {
+  uint64_t number, within;
+  Word words[16];
+};
+static Line *lines;
+static size_t line_places, lines_taken;
+static uint64_t lines_of;  // the launch that has filled them
+
+inline Line &line_place(uint64_t number) {
+  for (size_t k = number * 0x9e3779b97f4a7c15 >> 32;; ++k) {
+    Line &found = lines[k & (line_places - 1)];
+    if (found.within != lines_of || found.number == number) return found;
   }
+}
+
+inline Line &line_of(uint64_t number) {
+  if (lines_of != simt::machine.launches || !lines) {
+    lines_of = simt::machine.launches, lines_taken = 0;
+    if (!lines) line_places = 1 << 10, lines = (Line *)simt::memory(line_places * sizeof(Line));
+  }
+  Line *found = &line_place(number);
+  if (found->within == lines_of) return *found;
+  if (2 * ++lines_taken > line_places) {
+    Line *const old = lines;
+    const size_t count = line_places;
+    line_places *= 4, lines = (Line *)simt::memory(line_places * sizeof(Line));
+    for (size_t k = 0; k < count; ++k)
+      if (old[k].within == lines_of) line_place(old[k].number) = old[k];
+    munmap(old, count * sizeof(Line));
+    found = &line_place(number);
+  }
+  found->number = number, found->within = lines_of;
+  return *found;
+}
+
+inline void order_in_global(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
+  Line &found = line_of(address / 64);
+  const auto word = [&](uint64_t w) -> Word & { return found.words[w % 16]; };
+  note_words(address, bytes, now, kind, line, lines_of, word);
 }
 
 inline char *in_shared(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
@@ -105,7 +161,7 @@ inline char *in_shared(uint64_t address, size_t bytes, Order now, Kind kind, int
     if (kind == WRITE) written[address + k] = WRITTEN;
     else if (written[address + k] != WRITTEN) trap("shared memory that no thread has written", line);
   }
-  order(address, bytes, now, kind, line);
+  order_in_shared(address, bytes, now, kind, line);
   PTX_NOTE(address, bytes, SHARED_KIND + kind, line);
   return arena + address;
 }
@@ -115,9 +171,11 @@ char *place(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
   if (address % bytes) trap("misaligned", line);
   if (space == SHARED) return in_shared(address, bytes, now, kind, line);
   const uint64_t offset = address - (uint64_t)arena;
-  if (offset < PTX_SHARED && space == GENERIC) return in_shared(offset, bytes, now, kind, line);
+  if (offset < PTX_SHARED && (space == GENERIC || space == VOLATILE)) return in_shared(offset, bytes, now, kind, line);
   if (offset < PTX_SHARED) trap("a global access of shared memory", line);
   if (address < 4096) trap("a null pointer", line);
+  if (space == VOLATILE) kind = ATOMIC;  // it is there for what other threads do meanwhile
+  if (space != LOCAL && simt::machine.seed % 4 == 2) order_in_global(address, bytes, now, kind, line);
   PTX_NOTE(address, bytes, kind, line);
   return (char *)address;
 }

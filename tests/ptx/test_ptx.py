@@ -159,7 +159,38 @@ def test_accesses_of_shared_memory_that_nothing_orders_are_trapped(text, tmp_pat
     source = MODULE.replace("room[64]", "room[256]")
     body = "\n".join(f"\t{part};" for part in f"{given}; {text}".split("; "))
     done = alone(ptx.library(tmp_path, "race", translate(source.format(name="race", body=body), "m")), "race")
-    assert ("a race with thread" in done.stderr) == RACES[text] == (done.returncode != 0), done.stderr
+    assert ("a race with block 0, thread" in done.stderr) == RACES[text] == (done.returncode != 0), done.stderr
+
+
+IN_GLOBAL = {  # of 2 blocks of 64 threads: %rd2 is an address for all, %rd5 of a block, %rd6 of a thread
+    "st.global.u32 [%rd2], %r2": True,
+    "st.global.u32 [%rd5], %r2": True,
+    "st.global.u32 [%rd6], %r2; ld.global.u32 %r4, [%rd6]": False,
+    "st.global.u8 [%rd2], %r2; ld.global.u32 %r4, [%rd6]": True,
+    "ld.global.u32 %r4, [%rd2]; st.global.u32 [%rd6+4], %r2": False,
+    "st.global.u32 [%rd6], %r2; bar.sync 0; ld.global.u32 %r4, [%rd5]": False,
+    "st.global.u32 [%rd6], %r2; bar.sync 0; ld.global.u32 %r4, [%rd2]": True,
+    "atom.global.add.u32 %r4, [%rd2], 1": False,
+    "ld.global.u32 %r4, [%rd2]; add.s32 %r4, %r4, 1; st.global.u32 [%rd2], %r4": True,
+    "st.volatile.global.u32 [%rd2], %r2; ld.volatile.global.u32 %r4, [%rd2]": False,
+    "st.volatile.global.u32 [%rd2], %r2; ld.global.u32 %r4, [%rd2]": True,
+    "st.global.v2.u32 [%rd7], {%r2, %r2}; st.global.u32 [%rd7+4], %r2": False,
+    "st.global.v2.u32 [%rd7], {%r2, %r2}; st.global.u32 [%rd7+8], %r2": True,
+    "st.global.u16 [%rd8], %r2": False,  # two threads to a word
+    "st.global.u16 [%rd8], %r2; st.global.u8 [%rd8+2], %r2": True,
+}
+
+
+@pytest.mark.parametrize("text", IN_GLOBAL)
+def test_accesses_of_global_memory_that_nothing_orders_are_trapped(text, tmp_path):
+    """By two orders of four, one of which is looked at."""
+    given = "mov.u32 %r1, %ctaid.x; shl.b32 %r1, %r1, 6; mov.u32 %r2, %tid.x; add.s32 %r3, %r1, %r2"
+    for to, of, nbytes in ((5, 1, 4), (6, 3, 4), (7, 3, 8), (8, 3, 2)):
+        given += f"; mul.wide.u32 %rd{to}, %r{of}, {nbytes}; add.s64 %rd{to}, %rd2, %rd{to}"
+    library = ptx.library(tmp_path, "race", module("race", f"{given}; {text}"))
+    for seed in (1, 2):
+        done = alone(library, "race", n=256, blocks=2, seed=seed)
+        assert ("a race with " in done.stderr) == (IN_GLOBAL[text] and seed == 2) == (done.returncode != 0), done.stderr
 
 
 def test_a_block_of_more_threads_than_was_compiled_for_is_trapped(tmp_path):

@@ -254,7 +254,7 @@ class _Translator:
 
     def _access(self, verb: str, where: list[str], kind: str, registers: str, address: str) -> str:
         """Return a load of registers, or a store."""
-        space = next((name for name in ("global", "shared", "local") if name in where), "generic")
+        space = next((name for name in ("shared", "local", "volatile", "global") if name in where), "generic")
         if unknown := set(where) - {"global", "shared", "local", "volatile", "wb", "v2", "v4"}:
             raise ValueError(f"{unknown}")
         parts = [part.strip() for part in registers.strip("{}").split(",")]

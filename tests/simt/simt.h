@@ -87,7 +87,7 @@ struct Block {
 struct Machine {
   Block *blocks[RESIDENT], *block;
   int thread, threads;
-  uint64_t seed, random;
+  uint64_t seed, random, launches;
   void (*body)(void *);
   void *argument;
 #ifdef SIMT_PORTABLE
@@ -328,7 +328,7 @@ inline void *memory(size_t size) {
 inline void launch(const unsigned *dims, void (*body)(void *), void *argument) {
   pthread_mutex_lock(&one_at_a_time);
   gridDim = {dims[0], dims[1], dims[2]}, blockDim = {dims[3], dims[4], dims[5]};
-  machine.threads = (int)(dims[3] * dims[4] * dims[5]);
+  machine.threads = (int)(dims[3] * dims[4] * dims[5]), ++machine.launches;
   machine.random = machine.seed * 0x9e3779b97f4a7c15 + 1;
   machine.body = body, machine.argument = argument, machine.block = nullptr;
   if (machine.threads < 1 || machine.threads > THREADS) die("a block has 1 to 1024 threads");
