@@ -7,12 +7,14 @@ and prints a row of a table: what the PTX's run said, what the shim's said of a 
 Some changes are no faults, as no input shows a difference, or none that threads which run one at a time can show.  So
 no place is drawn among
 
-* barriers that do not stand between two accesses of shared memory: they order global memory, whose races are not
-  looked for, or nothing (in ``select_chunks`` each thread reads what it has added itself);
+* barriers that do not stand between two accesses of shared memory: most order nothing (in ``select_chunks`` each thread
+  reads what it has added itself);
 * stores just before a loop without an end, which NVRTC makes for a grid of no blocks;
 * the bound of a grid's stride: the turn behind the last begins at the end, and is empty;
 * one of two bounds of a loop (4 elements, the array's end): the other one ends it, or the next thread writes the same
   element too.  Both are moved.
+
+Nor is a launch made too small: the loops of kernels have the stride of the grid, so that any grid does all the work.
 """
 
 import argparse
@@ -36,13 +38,16 @@ import launch
 launch.extend_path()
 
 from test_device_text import PLANTED  # noqa: E402
+from test_ptx import test_every_kernel_has_an_entry_that_takes_what_is_launched_with  # noqa: E402
 
 import ptx  # noqa: E402
 from benchmarks import gpu_sass  # noqa: E402
-from ptx.translate import Entry, translate  # noqa: E402
+from ptx.translate import translate  # noqa: E402
 from simt import build as shim  # noqa: E402
 
-SECONDS = 200.0  # for the tests on one fault
+SECONDS = 400.0  # for the tests on one fault
+
+ALONE = ("-Wl,-Bsymbolic",)  # libraries that are loaded together keep the state of their launches apart
 
 Edit = Callable[[random.Random, str], str]
 Places = Callable[["re.Match[str]"], bool]
@@ -68,8 +73,9 @@ def is_reached(store: "re.Match[str]") -> bool:
     return label is None
 
 
-def bounds_no_grid(comparison: "re.Match[str]") -> bool:
-    return "%nctaid" not in comparison.string[comparison.start() - 200 : comparison.start()]
+def is_parameter(declaration: "re.Match[str]") -> bool:
+    _, kernel, between = declaration.string[: declaration.start()].rpartition("KERNEL(")
+    return bool(kernel) and "{" not in between
 
 
 def swapped_parameters(rng: random.Random, source: str) -> str:
@@ -119,9 +125,6 @@ IN_PTX = {
     "one turn too many": Kind(
         at_one(r"setp\.lt\.s64([^;]*;)(\s+)setp\.lt\.s64", r"setp.le.s64\1\2setp.le.s64"), ("lamb", "sgd", "adamw")
     ),
-    "one turn too many of a block": Kind(
-        at_one(r"setp\.lt\.s64([^;]*;\n\t@)", r"setp.le.s64\1", bounds_no_grid), ("encode_two_bits",)
-    ),
     "a store left out": Kind(
         at_one(r"\tst\.global[^;]*;\n", "", is_reached), ("sgd", "encode_bfloat16", "pack_planes")
     ),
@@ -147,28 +150,56 @@ IN_TEXT = {
     "one turn too many": Kind(at_one(r"i < \(end\)", "i <= (end)"), ("platform_cuda.h",)),
     "a store left out": Kind(at_one(r"(?<![.\w])\w+\[\w+\] [-+]?= [^;]*;", ";"), ("sgd.cu", "lars.cu", "codec.cu")),
     "the other value chosen": Kind(at_one(r"\? ([-\w]+) : ([-\w]+);", r"? \2 : \1;"), ("update.h",)),
+    "an int for a long long": Kind(
+        at_one(r"\blong long (\w+)(?=[,)])", r"int \1", is_parameter), ("blocks.cu", "pack.cu", "topk_device.cu")
+    ),
+    "an addition that does not wait for others": Kind(
+        at_one(r"atomicAdd\(([^,;]+), ([^;]+)\);", r"(*(\1) += \2);"), ("topk_device.cu", "platform_cuda.h")
+    ),
     "a missing volatile in the look-back": Kind(at_one(r"const volatile Word64", "const Word64"), ("block_scan.h",)),
 }
 
 
-def plant_in_ptx(folder: Path, name: str, edit: Edit, rng: random.Random, entries: dict[str, list[Entry]]) -> None:
-    """Make a library of all kernels, with a fault in an entry's PTX for float32."""
+def above(sound: Path, name: str) -> list[str]:
+    """Options for a library whose handle finds in one of all sound kernels what this one has not."""
+    return [*ALONE, str(sound / f"{name}-float.so")]
+
+
+def plant_in_ptx(folder: Path, name: str, edit: Edit, rng: random.Random, sound: Path) -> None:
+    """Make a library of the kernels of a text, with a fault in an entry's PTX for float32."""
     text = next(t for t in gpu_sass.TEXTS if f"KERNEL({name})" in (gpu_sass.NATIVE / t).read_text())
     source = gpu_sass.compiled(text, "float", ptx.ARCHITECTURE)[1]
     start = source.index(f".visible .entry {name}_float(")
     end = source.index("\n}\n", start)
     source = source[:start] + edit(rng, source[start:end]) + source[end:]
-    changed = {**entries, text: translate(source, f"{text[:-3]}-float.ptx")}
-    ptx.library(folder, "ptx-float", [entry for each in changed.values() for entry in each])
+    ptx.library(folder, "ptx-float", translate(source, f"{text[:-3]}-float.ptx"), options=above(sound, "ptx"))
 
 
-def plant_in_text(folder: Path, name: str, edit: Edit, rng: random.Random) -> None:
-    """Make both compilers' libraries of texts with a fault in one."""
-    native = shutil.copytree(gpu_sass.NATIVE, folder / "native")
+def plant_in_text(folder: Path, name: str, edit: Edit, rng: random.Random, sound: Path) -> None:
+    """Make both compilers' libraries of texts with a fault in one; AssertionError if the PTX takes other arguments."""
+    native = shutil.copytree(gpu_sass.NATIVE, folder / "native", dirs_exist_ok=True)
     (native / name).write_text(edit(rng, (native / name).read_text()))
+    changed = [name] if name in gpu_sass.TEXTS else gpu_sass.TEXTS
     with mock.patch.object(gpu_sass, "NATIVE", native), mock.patch.object(shim, "NATIVE", native):
-        ptx.build(folder, "float")
-        shim.build(folder, "float")
+        shim.build(folder, "float", above(sound, "device"), texts=map(native.joinpath, changed))
+        test_every_kernel_has_an_entry_that_takes_what_is_launched_with("float", ptx.entries)
+        ptx.library(folder, "ptx-float", ptx.entries("float", changed), options=above(sound, "ptx"))
+
+
+def plant(folder: Path, name: str, edit: Edit, rng: random.Random, sound: Path, in_text: bool) -> str:
+    """Plant a fault that compiles, in a text or in an entry's PTX; return what is seen without a launch."""
+    for _ in range(5):
+        try:
+            if in_text:
+                plant_in_text(folder, name, edit, rng, sound)
+            else:
+                plant_in_ptx(folder, name, edit, rng, sound)
+            return ""
+        except AssertionError:
+            return "test: test_every_kernel_has_an_entry_that_takes_what_is_launched_with"
+        except (subprocess.CalledProcessError, RuntimeError, ValueError) as error:
+            print(f"{name}: does not compile: {str(error)[:200]}", file=sys.stderr)
+    raise RuntimeError(f"no place in {name} gives what compiles")
 
 
 def found(folder: Path, tests: str) -> str:
@@ -208,7 +239,8 @@ def main() -> None:
         whole = Path(made)
         ptx.build(whole, "double")
         shim.build(whole, "double")
-        entries = {text: ptx.entries("float", [text]) for text in gpu_sass.TEXTS}
+        shim.build(whole, "float", ALONE)
+        ptx.library(whole, "ptx-float", ptx.entries("float"), options=ALONE)
         print("| kind | in | the PTX's run | the shim | seconds |\n|---|---|---|---|---|")
         for kinds, in_text in ((IN_PTX, False), (IN_TEXT, True)):
             for title, name in [(t, name) for t in kinds if t in given.kinds for name in kinds[t].where]:
@@ -216,11 +248,8 @@ def main() -> None:
                 edit, rng = kinds[title].edit, random.Random(f"{given.seed} {title} {name}")
                 for library in whole.glob("*-double.so"):
                     shutil.copy(library, folder)
-                if in_text:
-                    plant_in_text(folder, name, edit, rng)
-                else:
-                    plant_in_ptx(folder, name, edit, rng, entries)
-                says = found(folder, "ptx"), found(folder, "not ptx") if in_text else "cannot"
+                planted = plant(folder, name, edit, rng, whole, in_text)
+                says = planted or found(folder, "ptx"), found(folder, "not ptx") if in_text else "cannot"
                 print(f"| {title} | {name} | {says[0]} | {says[1]} | {time.monotonic() - begin:.0f} |", flush=True)
                 shutil.rmtree(folder)
 
