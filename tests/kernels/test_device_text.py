@@ -40,7 +40,6 @@ PLANTED = "DISTOPT_PLANTED"  # in the environment of ptx/plant.py: the folder of
 GRIDS = [(3, 64, 1), (1, 256, 0), (7, 128, 2), (2, 256, 3)]  # blocks, threads, seed
 if SANITIZE in os.environ:
     del GRIDS[1:]
-ORDERS = [pytest.param((3, 64, seed), marks=pytest.mark.full) for seed in range(4, 23)]  # one is GRIDS'
 YES = np.ones(1, np.int64)
 
 COMPILERS = {
@@ -52,20 +51,40 @@ COMPILERS = {
 MARKS = {"text": (), "ptx": ptx.MARKS, "newer": ptx.MARKS, "clang": ptx.CLANG_MARKS}
 
 
-@pytest.fixture(scope="session", params=[pytest.param(name, marks=MARKS[name]) for name in COMPILERS])
-def libraries(request, tmp_path_factory):
+ORDERS = [(3, 64, seed) for seed in range(4, 23)]  # twenty with one of GRIDS
+SELDOM = {"text": ORDERS, "ptx": ORDERS, "newer": GRIDS[1:] + ORDERS, "clang": GRIDS[1:] + ORDERS}  # in `full` only
+LAUNCHES = [
+    pytest.param((name, grid), marks=[*marks, *[pytest.mark.full] * (grid in SELDOM[name])])
+    for name, marks in MARKS.items()
+    for grid in GRIDS + ORDERS
+]
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
     """All kernels by their texts, compiled as for a device, or by NVRTC's PTX, also for newer GPUs, or clang's."""
-    if given := os.environ.get(PLANTED):
-        begin = {"text": "device", "ptx": "ptx"}[request.param]
-        return {real: ctypes.CDLL(f"{given}/{begin}-{real}.so") for real in ("float", "double")}
-    folder, made = tmp_path_factory.mktemp("simt"), COMPILERS[request.param]
-    return {real: ctypes.CDLL(str(made(folder, real, sanitize=SANITIZE in os.environ))) for real in ("float", "double")}
+
+    @functools.cache
+    def libraries(name):
+        if given := os.environ.get(PLANTED):
+            begin = {"text": "device", "ptx": "ptx"}[name]
+            return {real: ctypes.CDLL(f"{given}/{begin}-{real}.so") for real in ("float", "double")}
+        folder, made, sanitize = tmp_path_factory.mktemp("simt"), COMPILERS[name], SANITIZE in os.environ
+        return {real: ctypes.CDLL(str(made(folder, real, sanitize=sanitize))) for real in ("float", "double")}
+
+    return libraries
 
 
-@pytest.fixture(params=[*GRIDS, *ORDERS], ids=lambda g: "{} blocks of {}, order {}".format(*g))
-def device(request, libraries):
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=MARKS[name]) for name in COMPILERS])
+def libraries(request, compiled):
+    return compiled(request.param)
+
+
+@pytest.fixture(scope="session", params=LAUNCHES, ids=lambda at: "{}, {} blocks of {}, order {}".format(at[0], *at[1]))
+def device(request, compiled):
     """A context in which all kernels are the device's texts."""
-    return functools.partial(on, libraries, *request.param)
+    name, grid = request.param
+    return functools.partial(on, compiled(name), *grid)
 
 
 def same(host, there):
