@@ -18,6 +18,7 @@ from distopt.compress import ALL, BucketContext, DeviceContext, ExchangeContext
 from distopt.kernels.layout import BucketLayout
 
 ELEMENTWISE, SELECT = 0.9, 0.8  # budgets, of the copy
+RANKS = 4  # whose payloads or parts are added up
 ELEMENTS, BYTES_EACH = 1 << 28, 92  # of GPU memory: the copy's, and the states of all rules in turn
 RULES = {name: timed for about in optim.ALL.values() for name, timed in about().timed.items()}
 
@@ -50,17 +51,16 @@ def elementwise(n):
     return cases
 
 
-def selection(n):
-    """(bytes, case) by name: the gradient and the residual are read, the residual is written; by one bit twice.
+def timed_compressors():
+    """(compressor, what is timed of it) by name."""
+    # gradients are normal
+    every = [(name, timed) for about in ALL.values() for name, timed in about().timed.items()]
+    return {name: (timed.make(NormalDist().inv_cdf(1 - timed.density / 2)), timed) for name, timed in every}
 
-    DGC reads and writes velocities too.
 
-    For a threshold gradients take turns with their opposites, so that after two calls the residual is what it was,
-    zero, and the same entries are found every time.
-    """
-    grad, kept, constants, cases = gpu.filled(n), {}, {}, {}
-    opposite = gpu.filled(n)
-    kernels.scale(opposite, -1.0)
+def context_of(n):
+    """What compressors of a matrix of n elements are given: DGC leaves what has one dimension as it is."""
+    kept, constants = {}, {}
 
     def scratch(name, nbytes):
         if name not in kept or kept[name].size < nbytes:
@@ -72,18 +72,56 @@ def selection(n):
             constants[name] = device.DeviceMirror(make())
         return constants[name]
 
-    bucket = BucketLayout(["x"], [(1, n)], [0], "float32")  # a matrix: DGC leaves what has one dimension as it is
-    context = ExchangeContext(
+    bucket = BucketLayout(["x"], [(1, n)], [0], "float32")
+    return ExchangeContext(
         bucket=BucketContext(bucket, scratch=scratch, constant=constant), device=DeviceContext(capacity=n // 32)
     )
-    for about in ALL.values():
-        for name, timed in about().timed.items():
-            compressor = timed.make(NormalDist().inv_cdf(1 - timed.density / 2))  # gradients are normal
-            turns = itertools.cycle([grad, opposite] if compressor.traits.bounded else [grad])
-            cases[name] = (
-                int((timed.moved + timed.sent) * n),
-                functools.partial(compress, compressor, turns, {}, context),
+
+
+def selection(n):
+    """(bytes, case) by name: the gradient and the residual are read, the residual is written; by one bit twice.
+
+    DGC reads and writes velocities too.
+
+    For a threshold gradients take turns with their opposites, so that after two calls the residual is what it was,
+    zero, and the same entries are found every time.
+    """
+    grad, opposite, context, cases = gpu.filled(n), gpu.filled(n), context_of(n), {}
+    kernels.scale(opposite, -1.0)
+    for name, (compressor, timed) in timed_compressors().items():
+        turns = itertools.cycle([grad, opposite] if compressor.traits.bounded else [grad])
+        cases[name] = (
+            int((timed.moved + timed.sent) * n),
+            functools.partial(compress, compressor, turns, {}, context),
+        )
+    return cases
+
+
+def summation(n):
+    """(bytes, case) by name: the payloads, or parts, of some ranks are read, and the sum is written."""
+    grad, out, context, cases = gpu.filled(n), gpu.filled(n), context_of(n), {}
+    for name, (compressor, _) in timed_compressors().items():
+        if not compressor.traits.summable:
+            payload = compressor.compress(grad, {}, context)
+            payloads = [device.copied(payload) for _ in range(RANKS)]
+            cases[f"sum of {name}"] = (
+                RANKS * payload.nbytes + 4 * n,
+                functools.partial(compressor.decompress_all, payloads, out, context),
             )
+    table = BucketLayout(["x"], [(n,)], [0], "float32").point_to([out])
+    parts, bad = [gpu.filled(n) for _ in range(RANKS)], device.gpu_zeros(RANKS + 1, np.int64)
+    halves = [device.gpu_zeros(n, np.float16) for _ in range(RANKS)]
+    of_parts, of_halves, of_out = (
+        device.DeviceMirror(np.array([device.address(x) for x in arrays], np.uintp))
+        for arrays in (parts, halves, [out])
+    )
+    # held: mirrors have nothing but addresses
+    cases["add_parts"] = (4 * (RANKS + 1) * n, lambda held=parts: kernels.add_parts(table, of_parts, of_out, bad))
+    cases["sum_half"] = (2 * (RANKS + 1) * n, lambda held=halves: kernels.sum_half(held[0], of_halves))
+    cases["add_half_parts"] = (
+        (2 * RANKS + 4) * n,
+        lambda held=halves: kernels.add_half_parts(table, of_halves, out, 1.0),
+    )
     return cases
 
 
@@ -103,6 +141,7 @@ def main():
         ("elementwise", elementwise, elements, ELEMENTWISE),
         ("selection", selection, elements, SELECT),
         ("selection", selection, 25_600_000, SELECT),
+        ("summation", summation, 25_600_000, SELECT),
     ):
         timed = {"copy": ceiling if n == elements else gpu.copy_case(n), **cases(n)}
         times = gpu.interleaved({name: case for name, (_, case) in timed.items()})

@@ -15,7 +15,7 @@ from launch import PROJECT, finish  # noqa: E402
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("doubles")]
 
 
-@pytest.mark.parametrize("cases", [gpu_kernels.elementwise, gpu_kernels.selection])
+@pytest.mark.parametrize("cases", [gpu_kernels.elementwise, gpu_kernels.selection, gpu_kernels.summation])
 def test_every_kernel_case_launches_its_kernel_and_nothing_on_the_host(cases):
     found = cases(5000)
     for name, (nbytes, case) in found.items():
@@ -32,7 +32,7 @@ def bytes_used():
     return sum(nbytes for _, nbytes in gpu.allocations.values())
 
 
-@pytest.mark.parametrize("cases", [gpu_kernels.elementwise, gpu_kernels.selection])
+@pytest.mark.parametrize("cases", [gpu_kernels.elementwise, gpu_kernels.selection, gpu_kernels.summation])
 def test_all_kernel_cases_find_room_in_the_bytes_that_are_counted_for_each_element(cases):
     n, before = 1 << 18, bytes_used()
     found = [benchmark_gpu.copy_case(n), *cases(n).values()]

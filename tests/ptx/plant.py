@@ -2,7 +2,8 @@
 
 ``python tests/ptx/plant.py [--seed S] [--kinds KIND ...]`` plants each kind of fault, at a place that the seed chooses,
 into the PTX of kernels and into texts.  It runs the tests on each in a process of its own until the first that fails,
-and prints a row of a table: what the PTX's run said, what the shim's said of a fault in a text, and the seconds.
+and prints a row of a table: what the PTX's run said, what the shim's said of a fault in a text, and the seconds.  The
+first row of either is of a library that is made in the same way, without a fault: the tests must pass.
 
 Some changes are no faults, as no input shows a difference, or none that threads which run one at a time can show.  So
 no place is drawn among
@@ -98,7 +99,10 @@ class Kind(NamedTuple):
     where: tuple[str, ...]
 
 
+NOTHING = "nothing"  # by which the tests must pass
+
 IN_PTX = {
+    NOTHING: Kind(lambda rng, source: source, ("adam",)),
     "a lost barrier": Kind(
         at_one(r"\tbar\.sync \t0;", "", between_shared_accesses),
         ("decode_int8", "select_chunks", "transform_tiles", "partial_squares", "pack_planes"),
@@ -139,6 +143,7 @@ IN_PTX = {
 
 
 IN_TEXT = {
+    NOTHING: Kind(lambda rng, source: source, ("sgd.cu",)),
     "a lost barrier": Kind(
         at_one(r"\n +(block_sync|__syncthreads)\(\);", "\n;"), ("dct.cu", "codec.cu", "block_scan.h")
     ),
@@ -162,7 +167,7 @@ IN_TEXT = {
 
 def above(sound: Path, name: str) -> list[str]:
     """Options for a library whose handle finds in one of all sound kernels what this one has not."""
-    return [*ALONE, str(sound / f"{name}-float.so")]
+    return [*ALONE, "-Wl,--no-as-needed", str(sound / f"{name}-float.so")]
 
 
 def plant_in_ptx(folder: Path, name: str, edit: Edit, rng: random.Random, sound: Path) -> None:

@@ -198,7 +198,7 @@ def install(folder: Path) -> Library:
 
 def cases(n: int) -> dict[str, tuple[float, Callable[[], object]]]:
     """(bytes that the equations must move, case) by name."""
-    return {**gpu_kernels.elementwise(n), **gpu_kernels.selection(n)}
+    return {**gpu_kernels.elementwise(n), **gpu_kernels.selection(n), **gpu_kernels.summation(n)}
 
 
 def row(title: str, traffic: Traffic, n: int) -> str:
