@@ -95,12 +95,13 @@ inline void note_access(Word &word, uint64_t within, const Access &mine, Kind ki
   (kind == READ ? word.read : kind == WRITE ? word.wrote : word.added) = mine;
 }
 
-// The words of an access: `word` finds one of a number.
+inline unsigned block_number() { return 1 + blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
+
+// The words of an access: `word` finds one by its number.
 template <class Find>
 void note_words(uint64_t address, size_t bytes, Order now, Kind kind, int line, uint64_t within, const Find &word) {
-  const unsigned block = 1 + blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
   const int all = bytes < 4 ? (1 << bytes) - 1 << address % 4 : 15;
-  const Access mine = {block, simt::machine.thread, line, all, now};
+  const Access mine = {block_number(), simt::machine.thread, line, all, now};
   for (uint64_t w = address / 4; 4 * w < address + bytes; ++w) note_access(word(w), within, mine, kind);
 }
 
@@ -108,8 +109,8 @@ inline void order_in_shared(uint64_t address, size_t bytes, Order now, Kind kind
   static std::unordered_map<simt::Block *, Word *> words;
   Word *&all = words[simt::machine.block];
   if (!all) all = (Word *)simt::memory((PTX_SHARED / 4 + 1) * sizeof(Word));
-  const uint64_t block = simt::machine.launches << 32 | (1 + blockIdx.x);
-  note_words(address, bytes, now, kind, line, block, [&](uint64_t w) -> Word & { return all[w]; });
+  const uint64_t within = simt::machine.launches << 32 | block_number();
+  note_words(address, bytes, now, kind, line, within, [&](uint64_t w) -> Word & { return all[w]; });
 }
 
 // Lines of global memory by address: a table with free places behind each, which a launch finds empty.
@@ -129,7 +130,7 @@ inline Line &line_place(uint64_t number) {
 }
 
 inline Line &line_of(uint64_t number) {
-  if (lines_of != simt::machine.launches || !lines) {
+  if (lines_of != simt::machine.launches) {
     lines_of = simt::machine.launches, lines_taken = 0;
     if (!lines) line_places = 1 << 10, lines = (Line *)simt::memory(line_places * sizeof(Line));
   }
@@ -175,6 +176,7 @@ char *place(uint64_t address, size_t bytes, Order now, Kind kind, int line) {
   if (offset < PTX_SHARED) trap("a global access of shared memory", line);
   if (address < 4096) trap("a null pointer", line);
   if (space == VOLATILE) kind = ATOMIC;  // it is there for what other threads do meanwhile
+  // four times as slow: in one order of four
   if (space != LOCAL && simt::machine.seed % 4 == 2) order_in_global(address, bytes, now, kind, line);
   PTX_NOTE(address, bytes, kind, line);
   return (char *)address;
