@@ -115,9 +115,9 @@ class Supervisor:
         if not members:
             return launcher
         last = self._started.end_of(members[-1])
-        if self._asked.count and last.code == 128 + signal.SIGTERM:  # which an interrupt becomes for who is deaf to it
-            return launcher
-        return 0 if last.in_order else last.code or launcher or 1
+        # SIGTERM is what an interrupt becomes for who is deaf to it
+        code = launcher if self._asked.count and last.code == 128 + signal.SIGTERM else last.code
+        return 0 if last.in_order else code or launcher or 1
 
     # ------------------------------------------------------------------------------------------- ends
 
