@@ -210,7 +210,7 @@ def narrow_tables(dtype, stored, by):
     narrow.point_to(arrays)
     flat, bad = np.zeros(table.extent, dtype), np.zeros(len(arrays), np.int64)
     kernels.pack(narrow, flat, 0.3, bad, 1.0)
-    wide, states = flat / dtype(0.3), [np.abs(flat) for _ in range(7)]
+    wide, states = flat / dtype(0.3), [np.abs(flat) for _ in range(11)]
     wide[::3] *= dtype(1 + 1e-6)  # the same bits when rounded, mostly
     common = {"scale": 1.0, "limit": 2.0, "lr": 0.1, "decay": 0.01}
     moments = {
@@ -236,6 +236,12 @@ def narrow_tables(dtype, stored, by):
         wide[1::5] += dtype(1)  # somebody has changed these parameters
         kernels.sgd_momentum(narrow, flat, states[0], written("Momentum", **common, momentum=0.9, gain=1.0))
         kernels.adamw(narrow, flat, *states[1:3], written("AdamW", **common | adamw))
+        kernels.adam(narrow, flat, *states[7:9], written("Adam", **common | moments))
+        kernels.adagrad(narrow, flat, states[9], written("AdaGrad", **common, epsilon=1e-8))
+        kernels.rmsprop(narrow, flat, states[9], written("RmsProp", **common, rho=0.9, one_minus_rho=0.1, epsilon=1e-8))
+        kernels.sign_descent(narrow, flat, written("Update", **common))
+        kernels.signum(narrow, flat, states[10], written("Signum", **common, momentum=0.9))
+        kernels.sgd_nesterov(narrow, flat, states[10], written("Momentum", **common, momentum=0.9, gain=1.0))
         kernels.widen(narrow, wide)
         kernels.lars_squares(narrow, flat, partial)
         kernels.fold_partials(narrow, partial, sums, 2)
