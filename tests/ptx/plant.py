@@ -1,6 +1,6 @@
 """Plant faults into kernels, and count how many the tests of the device's text find.
 
-``python tests/ptx/plant.py [--seed S] [--kinds KIND ...]`` plants each kind of fault, at a place that the seed chooses,
+``python tests/ptx/plant.py [--seed S] [--kinds KIND ...] [--texts]`` plants each kind of fault, at a place that the seed chooses,
 into the PTX of kernels and into texts.  It runs the tests on each in a process of its own until the first that fails,
 and prints a row of a table: what the PTX's run said, what the shim's said of a fault in a text, and the seconds.  The
 first row of either is of a library that is made in the same way, without a fault: the tests must pass.
@@ -187,7 +187,7 @@ def plant_in_text(folder: Path, name: str, edit: Edit, rng: random.Random, sound
     changed = [name] if name in gpu_sass.TEXTS else gpu_sass.TEXTS
     with mock.patch.object(gpu_sass, "NATIVE", native), mock.patch.object(shim, "NATIVE", native):
         shim.build(folder, "float", above(sound, "device"), texts=map(native.joinpath, changed))
-        test_every_kernel_has_an_entry_that_takes_what_is_launched_with("float", ptx.entries)
+        test_every_kernel_has_an_entry_that_takes_what_is_launched_with("float", ptx.by_nvrtc)
         ptx.library(folder, "ptx-float", ptx.entries("float", changed), options=above(sound, "ptx"))
 
 
@@ -239,6 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="*", default=[*IN_PTX, *IN_TEXT])
+    parser.add_argument("--texts", action="store_true", help="into texts alone")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         whole = Path(made)
@@ -247,7 +248,7 @@ def main() -> None:
         shim.build(whole, "float", ALONE)
         ptx.library(whole, "ptx-float", ptx.entries("float"), options=ALONE)
         print("| kind | in | the PTX's run | the shim | seconds |\n|---|---|---|---|---|")
-        for kinds, in_text in ((IN_PTX, False), (IN_TEXT, True)):
+        for kinds, in_text in ((IN_PTX, False), (IN_TEXT, True))[given.texts :]:
             for title, name in [(t, name) for t in kinds if t in given.kinds for name in kinds[t].where]:
                 begin, folder = time.monotonic(), Path(tempfile.mkdtemp(dir=whole))
                 edit, rng = kinds[title].edit, random.Random(f"{given.seed} {title} {name}")
