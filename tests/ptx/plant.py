@@ -1,9 +1,9 @@
 """Plant faults into kernels, and count how many the tests of the device's text find.
 
-``python tests/ptx/plant.py [--seed S] [--kinds KIND ...] [--texts]`` plants each kind of fault, at a place that the seed chooses,
-into the PTX of kernels and into texts.  It runs the tests on each in a process of its own until the first that fails,
-and prints a row of a table: what the PTX's run said, what the shim's said of a fault in a text, and the seconds.  The
-first row of either is of a library that is made in the same way, without a fault: the tests must pass.
+``python tests/ptx/plant.py [--seed S] [--kinds KIND ...] [--texts]`` plants each kind of fault, at a place that the
+seed chooses, into the PTX of kernels and into texts.  It runs the tests on each in a process of its own until the first
+that fails, and prints a row of a table: what the PTX's run said, what the shim's said of a fault in a text, and the
+seconds.  The first row of either is of a library that is made in the same way, without a fault: the tests must pass.
 
 Some changes are no faults, as no input shows a difference, or none that threads which run one at a time can show.  So
 no place is drawn among
