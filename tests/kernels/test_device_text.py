@@ -440,7 +440,7 @@ def test_take_above_takes_entries_above_a_bound_in_index_order(
     same([kept, place], [expected[2], np.array([n, 0])])
 
 
-@pytest.mark.parametrize("seed", [9, 19, 29])
+@pytest.mark.parametrize("seed", [2, 9, 19, 29])  # 2: races are looked for in global memory
 def test_take_above_is_exact_with_more_blocks_than_a_warp_looks_back_over(libraries, seed):
     """Blocks sum the counts of all blocks before them, more of them than a warp reads at once."""
     x, add = numbers(150 * CHUNK, "float32", seed, 1)
