@@ -53,8 +53,8 @@ def elementwise(n):
 
 def timed_compressors():
     """(compressor, what is timed of it) by name."""
+    every = [item for about in ALL.values() for item in about().timed.items()]
     # gradients are normal
-    every = [(name, timed) for about in ALL.values() for name, timed in about().timed.items()]
     return {name: (timed.make(NormalDist().inv_cdf(1 - timed.density / 2)), timed) for name, timed in every}
 
 

@@ -667,7 +667,7 @@ class RawKernel:
         self.name, self.kernel = name, types.SimpleNamespace(ptr=len(name))
         self.launch = getattr(shim.library(name.rsplit("_", 1)[1]), f"launch_{name}")
         self.launch.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-        self.sizes = [argument_size(p) for p in kernels.KERNELS[name.rsplit("_", 1)[0]].declared]
+        self.sizes = argument_sizes(name.rsplit("_", 1)[0])
 
     def __call__(self, grid, block, args, shared_mem=0):
         shape = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
@@ -685,8 +685,10 @@ class RawKernel:
         check_launch(stream).enqueue(self.name, run, stream, (shape, *(a.tobytes() for a in args)))
 
 
-def argument_size(parameter):
-    return 8 if parameter.is_array else ctypes.sizeof(kernels.dispatch.SCALARS[parameter.kind])
+def argument_sizes(kernel):
+    """The bytes of each argument that a kernel of this name is launched with."""
+    scalars, declared = kernels.dispatch.SCALARS, kernels.KERNELS[kernel].declared
+    return [8 if p.is_array else ctypes.sizeof(scalars[p.kind]) for p in declared]
 
 
 _folder = tempfile.TemporaryDirectory(prefix="distopt-doubles-")  # what is compiled here is nothing for a real GPU

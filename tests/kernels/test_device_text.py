@@ -42,20 +42,16 @@ if SANITIZE in os.environ:
     del GRIDS[1:]
 YES = np.ones(1, np.int64)
 
-COMPILERS = {
-    "text": build,
-    "ptx": ptx.build,
-    "newer": functools.partial(ptx.build, compile_text=ptx.by_nvrtc_for_newer),
-    "clang": functools.partial(ptx.build, compile_text=ptx.by_clang),
-}
-MARKS = {"text": (), "ptx": ptx.MARKS, "newer": ptx.MARKS, "clang": ptx.CLANG_MARKS}
-
-
 ORDERS = [(3, 64, seed) for seed in range(4, 23)]  # twenty with one of GRIDS
-SELDOM = {"text": ORDERS, "ptx": ORDERS, "newer": GRIDS[1:] + ORDERS, "clang": GRIDS[1:] + ORDERS}  # in `full` only
+COMPILERS = {  # how each makes a library, its marks, and its launches in `full` alone
+    "text": (build, (), ORDERS),
+    "ptx": (ptx.build, ptx.MARKS, ORDERS),
+    "newer": (functools.partial(ptx.build, compile_text=ptx.by_nvrtc_for_newer), ptx.MARKS, GRIDS[1:] + ORDERS),
+    "clang": (functools.partial(ptx.build, compile_text=ptx.by_clang), ptx.CLANG_MARKS, GRIDS[1:] + ORDERS),
+}
 LAUNCHES = [
-    pytest.param((name, grid), marks=[*marks, *[pytest.mark.full] * (grid in SELDOM[name])])
-    for name, marks in MARKS.items()
+    pytest.param((name, grid), marks=[*marks, *[pytest.mark.full] * (grid in seldom)])
+    for name, (_, marks, seldom) in COMPILERS.items()
     for grid in GRIDS + ORDERS
 ]
 
@@ -69,13 +65,13 @@ def compiled(tmp_path_factory):
         if given := os.environ.get(PLANTED):
             begin = {"text": "device", "ptx": "ptx"}[name]
             return {real: ctypes.CDLL(f"{given}/{begin}-{real}.so") for real in ("float", "double")}
-        folder, made, sanitize = tmp_path_factory.mktemp("simt"), COMPILERS[name], SANITIZE in os.environ
+        folder, made, sanitize = tmp_path_factory.mktemp("simt"), COMPILERS[name][0], SANITIZE in os.environ
         return {real: ctypes.CDLL(str(made(folder, real, sanitize=sanitize))) for real in ("float", "double")}
 
     return libraries
 
 
-@pytest.fixture(scope="session", params=[pytest.param(name, marks=MARKS[name]) for name in COMPILERS])
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=of[1]) for name, of in COMPILERS.items()])
 def libraries(request, compiled):
     return compiled(request.param)
 

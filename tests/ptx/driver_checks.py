@@ -10,7 +10,7 @@ from test_nvrtc import kernels_of
 import ptx.driver
 from benchmarks.gpu_sass import TEXTS
 from distopt.kernels.dispatch import KERNELS
-from doubles.gpu import argument_size
+from doubles.gpu import argument_sizes
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("doubles")]
 NAMES = [name for text in TEXTS for name in kernels_of(text)]
@@ -25,7 +25,7 @@ def function(name="sgd"):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kernel_is_a_function_that_takes_what_the_library_passes(name, dtype):
     found = KERNELS[name]._function(np.dtype(dtype), 0)
-    assert found.sizes == [argument_size(p) for p in KERNELS[name].declared]
+    assert found.sizes == argument_sizes(name)
     newest = max(nvrtc.getSupportedArchs())
     assert driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_PTX_VERSION, found.kernel.ptr) == newest
     assert 0 < driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, found.kernel.ptr) <= 1024

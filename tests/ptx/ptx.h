@@ -8,7 +8,6 @@
 #include "simt.h"
 
 #include <unordered_map>
-#include <vector>
 
 #ifdef PTX_COUNT
 #include "count.h"
@@ -62,8 +61,8 @@ struct Order {
   unsigned barriers, warps;
 };
 struct Access {
-  unsigned block;  // 1 and more; 0 is none
-  int thread, line, bytes;  // a bit for each of a word's
+  unsigned block;
+  int thread, line, bytes;  // a bit for each of a word's; 0 is no access
   Order order;
 };
 // The last accesses of a word: within a launch, or of shared memory within a block of one.
@@ -82,7 +81,7 @@ inline void check_order(const Access &before, const Access &mine) {
   if (one_block && before.order.barriers != mine.order.barriers) return;
   if (one_block && one_warp && before.order.warps < mine.order.warps) return;
   char text[120];
-  snprintf(text, sizeof text, "a race with block %u, thread %d, line %d", before.block - 1, before.thread, before.line);
+  snprintf(text, sizeof text, "a race with block %u, thread %d, line %d", before.block, before.thread, before.line);
   trap(text, mine.line);
 }
 
@@ -95,7 +94,7 @@ inline void note_access(Word &word, uint64_t within, const Access &mine, Kind ki
   (kind == READ ? word.read : kind == WRITE ? word.wrote : word.added) = mine;
 }
 
-inline unsigned block_number() { return 1 + blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
+inline unsigned block_number() { return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
 
 // The words of an access: `word` finds one by its number.
 template <class Find>

@@ -9,8 +9,7 @@ from test_simt import alone, launch
 
 import ptx
 from benchmarks.gpu_sass import TEXTS
-from distopt.kernels.dispatch import KERNELS
-from doubles.gpu import argument_size
+from doubles.gpu import argument_sizes
 from ptx.translate import translate
 
 pytestmark = [pytest.mark.device, *ptx.MARKS]
@@ -237,4 +236,4 @@ def test_every_kernel_has_an_entry_that_takes_what_is_launched_with(real, by):
     """As many bytes of each argument, in order: the driver copies so many from where the launch points."""
     found = {entry.name.rpartition("_")[0]: entry.parameters for entry in ptx.entries(real, compile_text=by)}
     of_gpus = [name for text in TEXTS for name in kernels_of(text)]
-    assert found == {name: [argument_size(p) for p in KERNELS[name].declared] for name in of_gpus}
+    assert found == {name: argument_sizes(name) for name in of_gpus}

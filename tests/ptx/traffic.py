@@ -155,11 +155,19 @@ def conflicts(records: np.ndarray, request: np.ndarray) -> tuple[int, int]:
 
 
 class Library:
-    """The doubles' library of kernels, with what each launch did."""
+    """The doubles' library of kernels, which can tell what each launch did."""
 
     def __init__(self, library: ctypes.CDLL):
-        self.library, self.done = library, list[tuple[str, Traffic]]()
+        self.library = library
+        self._done: list[tuple[str, Traffic]] | None = None  # of a case that is counted
         library.ptx_records.restype = ctypes.c_void_p
+
+    def count(self, case: Callable[[], object]) -> list[tuple[str, Traffic]]:
+        """Run a case, and return the name of each kernel that it has launched, and what that did."""
+        self._done = done = list[tuple[str, Traffic]]()
+        case()
+        self._done = None
+        return done
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         launched = getattr(self.library, name)
@@ -167,11 +175,13 @@ class Library:
         def run(*arguments: Any) -> None:
             self.library.ptx_forget()
             launched(*arguments)
+            if self._done is None:
+                return
             count, instructions = ctypes.c_uint64(), ctypes.c_uint64()
             start = self.library.ptx_records(ctypes.byref(count), ctypes.byref(instructions))
             raw = (ctypes.c_char * (count.value * RECORD.itemsize)).from_address(start or 0) if count.value else b""
             found = traffic(np.frombuffer(raw, RECORD), instructions.value)
-            self.done.append((name.removeprefix("launch_").removesuffix("_float"), found))
+            self._done.append((name.removeprefix("launch_").removesuffix("_float"), found))
 
         return run
 
@@ -234,12 +244,11 @@ def main() -> None:
             if args.cases and not name.startswith(tuple(args.cases)):
                 continue
             case()  # states are made, and bounds guessed
-            library.done.clear()
-            case()
-            total = sum(t.read + t.written for _, t in library.done)
+            launched = library.count(case)
+            total = sum(t.read + t.written for _, t in launched)
             lines.append(f"{name}: {total / n:.2f} of {least / n:.2f} bytes, {total / least:.3f}")
-            lines += [row(kernel, done, n) for kernel, done in library.done]
-            print("\n".join(lines[-1 - len(library.done) :]), flush=True)
+            lines += [row(kernel, done, n) for kernel, done in launched]
+            print("\n".join(lines[-1 - len(launched) :]), flush=True)
     if args.save:
         (RESULTS / "gpu_traffic.txt").write_text("\n".join(lines) + "\n")
 
