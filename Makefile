@@ -10,7 +10,7 @@ test-mpi: .venv ## the tiers of MPI processes and of faults
 	$(PYTHON) -m pytest -q -m "(mpi or faults) and not (device or torch or slow or gpu)"
 test-all: .venv ## every tier but full, slow, gpu and slurm; half an hour
 	$(PYTHON) -m pytest -q -m "not (full or slow or gpu or slurm)" --hypothesis-profile thorough
-test-full: .venv ## every combination of what the other tiers try in pairs
+test-full: .venv ## every combination of what the other tiers try in pairs or in part
 	$(PYTHON) -m pytest -q -m "full and not (slow or gpu or slurm)" --hypothesis-profile thorough
 test-slow: .venv ## what needs gigabytes of memory or many minutes
 	$(PYTHON) -m pytest -q -m "slow and not (gpu or slurm)"

@@ -166,10 +166,10 @@ def resident_blocks(registers: int, shared: int, architecture: int, threads: int
 
 
 @functools.cache
-def everything(architectures: tuple[int, ...]) -> dict[tuple[str, str, int], Any]:
-    """All texts, compiled by as many threads as there are cores: a future for (text, real, architecture)."""
+def everything(architecture: int) -> dict[tuple[str, str], Any]:
+    """All texts, compiled by as many threads as there are cores: a future for (text, real)."""
     pool = ThreadPoolExecutor(os.cpu_count())
-    return {case: pool.submit(compiled, *case) for case in itertools.product(TEXTS, REALS, architectures)}
+    return {case: pool.submit(compiled, *case, architecture) for case in itertools.product(TEXTS, REALS)}
 
 
 def table(real: str, architecture: int) -> str:
@@ -177,7 +177,7 @@ def table(real: str, architecture: int) -> str:
     head = f"{'':20} {'registers':>9} {'spilled':>7} {'stack':>5} {'shared':>6} {'blocks':>6} {'at once':>7}"
     lines = [f"sm_{architecture}, {real}", f"  {head}  loads; stores, by width"]
     for text in TEXTS:
-        binary, _, log = everything(tuple(SHARED))[text, real, architecture].result()
+        binary, _, log = everything(architecture)[text, real].result()
         for name, code in sorted(kernel_codes(binary, log).items()):
             resident = resident_blocks(code.registers, code.shared, architecture)
             counts = code.accesses.counts

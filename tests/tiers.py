@@ -27,6 +27,11 @@ def one_by_default(chosen, of):
     return [pytest.param(value, marks=() if value == chosen else pytest.mark.thorough) for value in of]
 
 
+def every(n, cases):
+    """Parameters of which every n-th is tried wherever the test is, and the others by the tier ``full``."""
+    return [pytest.param(case, marks=() if k % n == 0 else pytest.mark.full) for k, case in enumerate(cases)]
+
+
 def default_expression(config):
     """What ``-m`` is if nobody says otherwise."""
     addopts = config.getini("addopts")

@@ -85,7 +85,7 @@ def test_survivors_have_the_bits_of_fewer_ranks(mode, fate):
         judge.judge(rank=victim, at=int(rng.integers(1, counting.count[victim] + 1)))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, fate):
     """At 4 instants of two ranks each."""

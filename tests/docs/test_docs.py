@@ -50,7 +50,7 @@ def test_python_blocks_of_pages_run_on_two_ranks(page, needs, tmp_path):
     assert code == 0, output
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(("page", "needs"), ON_HOSTS)
 def test_python_blocks_of_pages_run_on_one_rank(page, needs, tmp_path):
     """Without a launcher, as one rank."""

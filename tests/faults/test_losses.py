@@ -15,9 +15,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 
 
 def tried(*modes, full):
-    """Modes, those last that the tier ``full`` tries: each is tried over torch and over MPI, and where killed ranks are
-    done without over the one, other processes take their places over the other.
-    """
+    """Modes, those last that the tier ``full`` tries: no mode is left to that alone."""
     return [*modes, *(pytest.param(mode, marks=pytest.mark.full) for mode in full)]
 
 
@@ -32,7 +30,7 @@ def lacks_open_mpi():
 
 @pytest.mark.torch
 @needs_torch
-@pytest.mark.parametrize("mode", tried("top-K", "dgc", "overlap", "three batches", full=["dense", "local steps"]))
+@pytest.mark.parametrize("mode", tried("top-K", "overlap", full=["dense", "dgc", "local steps", "three batches"]))
 def test_killed_ranks_are_done_without_over_torch(mode, tmp_path):
     assert len(losses.one(mode, "torch", 4, 2, 1, tmp_path)) == 2
 
@@ -45,14 +43,14 @@ def test_local_steps_in_flight_go_on_over_torch(tmp_path):
 
 @pytest.mark.torch
 @needs_torch
-@pytest.mark.parametrize("mode", tried("dense", "local steps", SHARED, full=["top-K", IN_FLIGHT]))
+@pytest.mark.parametrize("mode", tried("local steps", SHARED, full=["dense", "top-K", IN_FLIGHT]))
 def test_other_processes_take_the_place_of_killed_ranks_over_torch(mode, tmp_path):
     assert len(losses.one(mode, "torch", 3, 2, 1, tmp_path, grow=True)) == 2
 
 
 @pytest.mark.torch
 @needs_torch
-@pytest.mark.parametrize("mode", ["dense", "top-K"])
+@pytest.mark.parametrize("mode", tried("top-K", full=["dense"]))
 def test_a_host_that_vanishes_is_done_without_over_torch(mode, tmp_path):
     """The other host's ranks go on, to the bits of fewer ranks, and no rank that cannot reach them does."""
     if lack := missing():
@@ -62,7 +60,7 @@ def test_a_host_that_vanishes_is_done_without_over_torch(mode, tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "mode", tried("dense", "dgc", "local steps", "overlap", "three batches", full=["top-K", IN_FLIGHT])
+    "mode", tried("dense", "dgc", "three batches", full=["top-K", "local steps", "overlap", IN_FLIGHT])
 )
 def test_killed_ranks_are_done_without_over_mpi(mode, tmp_path):
     if lack := lacks_open_mpi():
@@ -71,7 +69,7 @@ def test_killed_ranks_are_done_without_over_mpi(mode, tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("mode", tried("top-K", IN_FLIGHT, SHARED, full=["dense"]))
+@pytest.mark.parametrize("mode", tried("top-K", IN_FLIGHT, full=["dense", SHARED]))
 def test_other_processes_take_the_place_of_killed_ranks_over_mpi(mode, tmp_path):
     if lack := lacks_open_mpi():
         pytest.skip(lack)

@@ -994,7 +994,7 @@ def test_packed_payloads_have_the_hosts_bits_even_if_damaged(
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="this is that run")
-@pytest.mark.parametrize("made", ["text", pytest.param("ptx", marks=ptx.MARKS)])
+@pytest.mark.parametrize("made", ["text", pytest.param("ptx", marks=[*ptx.MARKS, pytest.mark.full])])
 def test_no_thread_reads_or_writes_outside_of_its_arrays(made):
     """The same under the address and undefined-behaviour sanitizers."""
     if not sanitized():

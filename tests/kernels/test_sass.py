@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from test_nvrtc import ARCHITECTURES, kernels_of
+from test_nvrtc import kernels_of
 
 from benchmarks import gpu_sass
 from benchmarks.gpu_sass import REALS, SHARED, TEXTS, resident_blocks
@@ -73,7 +73,7 @@ EITHER = {"add_parts", "add_decay", "decay_momentum"}  # read what lies in share
 @functools.cache
 def codes(text, real, architecture):
     """What the compiler made of a text's kernels, by name."""
-    binary, _, log = gpu_sass.everything(ARCHITECTURES)[text, real, architecture].result()
+    binary, _, log = gpu_sass.everything(architecture)[text, real].result()
     found = gpu_sass.kernel_codes(binary, log) if kernels_of(text) else {}
     return {name.removesuffix(f"_{real}"): code for name, code in found.items()}
 

@@ -42,6 +42,7 @@ def clang() -> list[str] | None:
 
 CLANG_MARKS = [
     pytest.mark.ptx,
+    pytest.mark.full,  # it takes more than a minute to compile its texts once more
     pytest.mark.skipif(clang() is None, reason="clang is missing: pip install ziglang"),
 ]
 

@@ -228,7 +228,11 @@ def test_a_statement_without_a_rule_is_refused(text):
 
 @pytest.mark.parametrize(
     "by",
-    [ptx.by_nvrtc, ptx.by_nvrtc_for_newer, pytest.param(ptx.by_clang, marks=ptx.CLANG_MARKS)],
+    [
+        ptx.by_nvrtc,
+        pytest.param(ptx.by_nvrtc_for_newer, marks=pytest.mark.full),
+        pytest.param(ptx.by_clang, marks=ptx.CLANG_MARKS),
+    ],
     ids=["nvrtc", "newer", "clang"],
 )
 @pytest.mark.parametrize("real", ["float", "double"])

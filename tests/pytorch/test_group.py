@@ -34,7 +34,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_group_communicators_pass_all_checks(size, tmp_path):
     run_torch(size, comm_checks.everything, tmp_path)
 
@@ -53,7 +53,7 @@ def as_between_hosts(comm):
             np.testing.assert_array_equal(x, wanted[name], name)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_group_communicators_between_hosts_pass_all_checks(size, tmp_path):
     run_torch(size, as_between_hosts, tmp_path)
 
@@ -136,12 +136,13 @@ def test_world_says_that_torchrun_started_the_ranks(run):
 @pytest.mark.parametrize(
     ("end", "text"),
     [
-        ("raise KeyError('broken here')", "KeyError: 'broken here'"),
+        pytest.param("raise KeyError('broken here')", "KeyError: 'broken here'", marks=pytest.mark.full),
         ("os.kill(os.getpid(), signal.SIGKILL)", r"PeerLeft: rank 1 has ended, before (the start of )?step 4"),
         ("sys.exit(0)", r"PeerLeft: rank 1 left after step 3, before (the start of )?step 4"),
-        (
+        pytest.param(
             "import torch.distributed as d; d.destroy_process_group(); step()",
             "process group of torch.distributed was",
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -50,7 +50,11 @@ def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, victim, 
 
 @pytest.mark.parametrize(
     "mode",
-    [f"synchronized{more}" for more in ("", ", top-K", ", dgc", ", overlap", ", three passes")],
+    [
+        "synchronized, top-K",
+        "synchronized, overlap",
+        *(pytest.param(f"synchronized{more}", marks=pytest.mark.full) for more in ("", ", dgc", ", three passes")),
+    ],
 )
 def test_killed_ranks_are_done_without(mode, tmp_path):
     assert len(losses.one(mode, "torch", 3, 1, 1, tmp_path)) == 1

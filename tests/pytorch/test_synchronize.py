@@ -17,7 +17,7 @@ from distopt.compress import ErrorFeedback, Packed, TopK  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-SIZES = 1, 2, 3, 4
+SIZES = {1: (), 2: (), 3: (), 4: pytest.mark.full}  # ranks, and marks
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,10 @@ def ranks_of(tmp_path_factory):
     return functools.cache(lambda size: run_torch(size, sync_cases.run_all, tmp_path_factory.mktemp("r"), timeout=300))
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in sync_cases.cases_of(size)])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [pytest.param(n, name, marks=marks) for n, marks in SIZES.items() for name in sync_cases.cases_of(n)],
+)
 def test_synchronize(ranks_of, size, name):
     for rank in ranks_of(size):
         assert not str(rank[name]), str(rank[name])
@@ -38,7 +41,16 @@ def found(tmp_path_factory):
     return functools.cache(lambda size, of: run_torch(size, of.run_all, tmp_path_factory.mktemp("p"), timeout=300))
 
 
-MORE = [(of, size, name) for of in (pass_cases, ddp_cases) for size in (2, 3) for name in of.cases_of(size)]
+MORE = [
+    pytest.param(of, size, name, marks=marks)
+    for of, size, marks in [
+        (pass_cases, 2, ()),
+        (pass_cases, 3, pytest.mark.full),
+        (ddp_cases, 2, pytest.mark.full),
+        (ddp_cases, 3, ()),
+    ]
+    for name in of.cases_of(size)
+]
 
 
 @pytest.mark.parametrize(("of", "size", "name"), MORE)

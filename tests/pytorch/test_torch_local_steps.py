@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torc
 import local_cases
 
 pytestmark = pytest.mark.torch
-SIZES = 1, 2, 3, 4
+SIZES = {1: (), 2: (), 3: (), 4: pytest.mark.full}  # ranks, and marks
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,10 @@ def ranks_of(tmp_path_factory):
     return functools.cache(lambda size: run_torch(size, local_cases.run_all, tmp_path_factory.mktemp("r"), timeout=300))
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in local_cases.cases_of(size)])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [pytest.param(n, name, marks=marks) for n, marks in SIZES.items() for name in local_cases.cases_of(n)],
+)
 def test_local_steps(ranks_of, size, name):
     for rank in ranks_of(size):
         assert not str(rank[name]), str(rank[name])

@@ -15,7 +15,7 @@ import pass_cases
 import sync_cases
 
 pytestmark = [pytest.mark.torch, pytest.mark.mpi]
-SIZES = 2, 3
+SIZES = {2: (), 3: pytest.mark.full}  # ranks, and marks
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,10 @@ def ranks_of(tmp_path_factory):
     return functools.cache(ranks)
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in sync_cases.cases_of(size)])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [pytest.param(n, name, marks=marks) for n, marks in SIZES.items() for name in sync_cases.cases_of(n)],
+)
 def test_synchronize_on_mpi(ranks_of, size, name):
     for rank in ranks_of(size):
         assert not str(rank[name]), str(rank[name])
@@ -47,7 +50,7 @@ def test_what_an_exchange_is_on_mpi(passes, name):
         assert not str(rank[name]), str(rank[name])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_mpi_and_torchrun_train_alike(size, tmp_path):
     """To the bit: both add up in rank order."""
     mpi, gloo = (run(size, mpi_ranks.trained, tmp_path) for run in (launch.run_mpi, run_torch))
