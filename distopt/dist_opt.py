@@ -139,7 +139,7 @@ class DistOpt(SingaModes, SingaVerbs, Checkpointed):
         local_rank: int | None = None,
         world_size: int | None = None,
     ):
-        asked = among(("threshold", "buffSize", "deterministic", *Options._fields), locals())
+        asked = among(("threshold", "buffSize", *Options._fields), locals())
         made = _from_id(communicator, nccl_id, local_rank, world_size)
         self.communicator, comm = ranks(made or communicator, deterministic)
         self._made = made
@@ -263,7 +263,8 @@ class DistOpt(SingaModes, SingaVerbs, Checkpointed):
             exchange: of payloads that cannot be added on the wire: 'gather', by which sums are exact, and bytes grow
                 with the ranks; 'two_phase', by which owners of shards compress the sums again; or 'auto' for a gather
                 with two ranks and of less than 64 kB (``exchange.two_phases``).  'nodes': sums inside each node first,
-                and the same between nodes, of these sums (``exchange.hierarchical``).
+                and the same between nodes, of these sums (``exchange.hierarchical``), which 'auto' chooses too where
+                ranks share hosts and only the rounding differs: for 16 bits, int8 and int4.
             over: what the sum of an entry is divided by: all 'ranks', which is the mean of what was sent; or its
                 'senders', as Templar does, by which an update is up to as many times larger as there are ranks.  Of a
                 window of batches it is the mean over those of the senders; zeros of a rank that has joined do not

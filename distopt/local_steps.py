@@ -113,7 +113,7 @@ class LocalSteps(Checkpointed):
         exchange: str = "auto",
         over: str = "ranks",
     ):
-        asked = among((*LOCAL, *Options._fields, "deterministic"), locals())
+        asked = among((*LOCAL, *Options._fields), locals())
         local = LocalOptions(**among(LOCAL, asked))
         self.communicator, comm = ranks(communicator, deterministic)
         own = alone(comm)
@@ -126,6 +126,7 @@ class LocalSteps(Checkpointed):
             check_every=check_every,
             broadcast=broadcast,
             nonfinite="propagate" if nonfinite == "propagate" else "raise",
+            deterministic=deterministic,
             line=f"num_batches={num_batches}",
         )
         self._training = LocalTraining(inner, loop)

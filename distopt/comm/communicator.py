@@ -24,6 +24,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
 Groups = tuple[tuple[int, ...], ...]  # of ranks
+UNDER_WAY = 3  # sums of which ``all_reduce_each`` has the arrays, and has not yielded, at most
 # whether lengths differ, or the elements from each rank, if they are known
 Ragged = bool | Sequence[int]
 T = TypeVar("T")
@@ -142,7 +143,7 @@ class Communicator:
     def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
         """Yield the sums over ranks of several arrays, formed in place and in order.  Collective.
 
-        The next array may be asked for before a sum is ready.
+        The next array may be asked for before a sum is ready, ``UNDER_WAY`` in all.
 
         Args:
             arrays: as many on every rank.  A None among them announces that the next array will take a while.

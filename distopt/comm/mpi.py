@@ -10,6 +10,7 @@ import numpy as np
 
 from distopt.comm.communicator import (
     HALVES,
+    UNDER_WAY,
     Communicator,
     Groups,
     as_flat,
@@ -48,7 +49,6 @@ from distopt.resilience.operation_log import OperationLog
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-UNDER_WAY = 3  # sums of 16-bit numbers at a time, one in each phase
 # MPI tags of slices on their way to their owners, and from them, which may be at the same time
 SLICES, SUMS = 1, 2
 
@@ -214,8 +214,8 @@ class MpiCommunicator(SharingCommunicator):
 
     def set_poll_interval(self, seconds: float) -> None:
         self.patience = self.control.patience = seconds
-        if self._second is not None:
-            self._second.set_poll_interval(seconds)
+        for other in self._made_of_it():
+            other.set_poll_interval(seconds)
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""

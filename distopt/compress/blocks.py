@@ -57,7 +57,8 @@ class Blocks(Lossy):
         if self.block > CHUNK or self.block & (self.block - 1):
             raise ValueError(f"block must be a power of two in [{SMALLEST}, {CHUNK}], got {block}")
         self.rounding = check_one_of("rounding", rounding, ROUNDINGS)
-        self.traits = Traits(changes_with_step=self.rounding == "stochastic")  # random numbers depend on the step
+        # Random numbers depend on the step.
+        self.traits = Traits(of_sums=True, changes_with_step=self.rounding == "stochastic")
         self.seed = check_int("seed", seed, 0)
         if self.seed >= 2**64:
             raise ValueError(f"seed must be at least 0 and below 2^64, got {seed}")

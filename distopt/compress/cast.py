@@ -43,7 +43,7 @@ class Half(Lossy):
         [1.0, 4496.0]
     """
 
-    traits = Traits(summable=True, elementwise=True)
+    traits = Traits(summable=True, elementwise=True, of_sums=True)
 
     def __init__(self, dtype: str = "float16", predivide: bool = True):
         if not isinstance(dtype, str) or dtype not in FORMATS:
@@ -51,6 +51,7 @@ class Half(Lossy):
         self.dtype, self.predivide = dtype, check_bool("predivide", predivide)
         self.traits = replace(self.traits, may_overflow=not predivide)
         self._most, self.stored = LARGEST[dtype], FORMATS[dtype]
+        self._ranks = 1  # over which what is sent has been summed up before
         if dtype == "float16":
             self._take, self._copy, self._give = kernels.encode_half, kernels.copy_half, kernels.decode_half
         else:
@@ -74,9 +75,15 @@ class Half(Lossy):
     def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:
         self._give(payload, out, self.scale(context.size))
 
+    def of_sum(self, ranks: int) -> "Half":
+        """Return the same for sums over so many ranks, which are as far from an overflow."""
+        found = Half(self.dtype, self.predivide)
+        found._ranks = self._ranks * ranks
+        return found
+
     def scale(self, ranks: int) -> float:
         """Return what x is multiplied by before it is rounded, and the sum divided by."""
-        return 2.0 ** -math.ceil(math.log2(ranks)) if self.predivide else 1.0
+        return 2.0 ** -math.ceil(math.log2(ranks * self._ranks)) if self.predivide else 1.0
 
     def __repr__(self) -> str:
         return f"Half({self.dtype!r}, predivide={self.predivide})"

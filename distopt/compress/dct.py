@@ -67,7 +67,7 @@ class DCT(CompressorWrapper):
         self.tile = check_int("tile", tile, least=1)
         if self.tile > SIDE:
             raise ValueError(f"tile must be at most {SIDE}, got {tile}")
-        self.traits = replace(self.traits, has_hooks=True, recordable=False, state_prefix=FREQUENCIES)
+        self.traits = replace(self.traits, has_hooks=True, recordable=False, of_sums=False, state_prefix=FREQUENCIES)
 
     def around(self, compressor: Compressor) -> "DCT":
         return DCT(compressor, self.tile)

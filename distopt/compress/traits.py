@@ -22,6 +22,8 @@ class Traits:
         has_hooks: ``begin`` or ``finish`` does something.
         changes_with_step: ``at_step`` returns another compressor at some steps, or random numbers depend on the step.
         elementwise: each element is sent by itself, so that neighbouring buckets may travel as one array.
+        of_sums: where ranks share a host, sums of their gradients may be sent in place of these: what is trained
+            differs by rounding alone.
         counts_senders: payloads are entries, of which a sum over senders can be formed (``ExchangeContext.senders``).
         recordable: on a GPU all calls with the same arrays enqueue the same launches, whatever the step is, as long as
             the compressor's ``repr`` is the same.
@@ -46,6 +48,7 @@ class Traits:
     has_hooks: bool = False
     changes_with_step: bool = False
     elementwise: bool = False
+    of_sums: bool = False
     counts_senders: bool = False
     recordable: bool = False
     budget: Budget | None = None

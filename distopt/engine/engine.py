@@ -26,7 +26,7 @@ from distopt.engine.nonfinite import NonfiniteGuard, policy
 from distopt.engine.overlap import Overlap
 from distopt.engine.parameters import Loss
 from distopt.engine.progress import Progress
-from distopt.engine.reducers import CollectiveReducer, Reducer, Reducers, StepContext, Unreduced
+from distopt.engine.reducers import Reducer, Reducers, StepContext, Unreduced
 from distopt.engine.spec import NOTHING, Options, Outcome, StepSpec, Update
 from distopt.engine.undo import Undo
 from distopt.exchange import EXCHANGES
@@ -112,7 +112,7 @@ class Engine:
         self.reducers = (
             make_reducers(self)
             if make_reducers
-            else Reducers(comm, self.step_context, self.accumulator, options.overlap, not self.optimizer.updates_shards)
+            else Reducers(comm, self.step_context, self.accumulator, options, not self.optimizer.updates_shards)
         )
         # Of steps that are this rank's alone, whose gradients are the sums.
         self._own = Unreduced(self.store, Dense())
@@ -208,8 +208,6 @@ class Engine:
 
     def prepare(self, loss: Loss, spec: StepSpec) -> Attempt:
         """Collect, check and pack this rank's gradients; what goes wrong is kept in the attempt, for the vote."""
-        if spec.exchange == "nodes":
-            spec = self.reducers.possible(spec)
         self.check_open()
         attempt, overlap, store, failed = Attempt(spec), None, self.store, True
         attempt.error = self.begin()
@@ -222,6 +220,8 @@ class Engine:
             if spec.over != "ranks":
                 self.reducers.check_senders(compressor, spec)
             self.step_context.begin(spec)
+            asked, spec = spec, self.reducers.settled(compressor, spec)
+            attempt.spec = spec
             self.reducers.bounds.settle(self.progress.updates)
             self.declare_numbers(compressor, spec.clock)
             watches = list[Any](map(operator.attrgetter("wrap_loss"), self.hooks))
@@ -234,6 +234,7 @@ class Engine:
                 self.accumulator.bound(self.comm.size)
                 # Once more: there may be new parameters.
                 self.declare_numbers(compressor, spec.clock)
+                attempt.spec = spec = self.reducers.settled(compressor, asked)
             if compressor.traits.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
             phases = None if compressor.traits.summable else self.reducers.two_phases(compressor, spec)
@@ -525,6 +526,8 @@ class Engine:
         if self.declare(spec.describe(compressor)):
             self.store.check_sizes(compressor)
         attempt.reducer, self.in_backward = Unreduced(self.store, compressor), True
+        # On a communicator that a loss does not use.
+        reducer = self.reducers.overlapped(compressor, spec, self.comm.duplicate())
         scale = 1.0 / self.nonfinite.policy.divisor
 
         def agree() -> None:
@@ -535,9 +538,8 @@ class Engine:
             self._background,
             self.comm,
             self.store,
-            self.step_context.travelling(compressor),
-            # On a communicator that a loss does not use.
-            CollectiveReducer(compressor, spec, self.comm.duplicate(), self.step_context),
+            self.step_context.travelling(compressor) if spec.exchange != "nodes" else self.store.buckets,
+            reducer,
             agree,
             pack=lambda bucket: self.store.pack(bucket, scale, True, spec.clip_value),
         )

@@ -33,6 +33,8 @@ class StepHook:
     line = ""
     # The hook sees each bucket's exchange in the present step, so that no shortcut through shared memory is taken.
     wants_payloads = False
+    # It does so in some steps, whose exchange is to be that of all others.
+    observes = False
     # Why a step with this hook cannot be captured as a CUDA graph; '' if it can.
     host_only = ""
 

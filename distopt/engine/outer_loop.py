@@ -412,11 +412,14 @@ def outer_loop(
     check_every: int,
     broadcast: bool = True,
     nonfinite: str = "raise",
+    deterministic: bool = False,
     line: str,
 ) -> OuterLoop:
     """Make an outer loop of what a user gave; ``places`` and ``line`` as of ``OuterLoop``."""
     exchanges = -(-check_int("check_every", check_every, least=0) // local.every)
-    options = Options.checked(comm, broadcast=broadcast, nonfinite=nonfinite, check_every=exchanges)
+    options = Options.checked(
+        comm, broadcast=broadcast, nonfinite=nonfinite, check_every=exchanges, deterministic=deterministic
+    )
     spec = local.spec
 
     def make(ranks: Communicator) -> Engine:

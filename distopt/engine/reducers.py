@@ -1,6 +1,7 @@
 """The ways in which the buckets of a step are reduced over ranks, and which one a step takes."""
 
 import abc
+import collections
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -13,6 +14,7 @@ from distopt import device, kernels
 from distopt.buckets import Bucket, BucketSet, Reduced, unsharded
 from distopt.checks import check_float
 from distopt.comm import Communicator
+from distopt.comm.communicator import UNDER_WAY
 from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.base import payload_nbytes
@@ -22,7 +24,7 @@ from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
 from distopt.engine.progress import Progress
-from distopt.engine.spec import StepSpec
+from distopt.engine.spec import Options, StepSpec
 from distopt.engine.undo import Undo
 from distopt.exchange import (
     TwoPhase,
@@ -38,10 +40,12 @@ from distopt.exchange.budget import within
 from distopt.exchange.hierarchical import (
     NodeExchange,
     Nodes,
+    adds_inside,
     move_states,
     node_exchange,
     node_ranks,
     nodes_of,
+    rounds,
     share_inside,
     sum_inside,
 )
@@ -193,6 +197,12 @@ class TwoPhaseReducer(Unreduced):
         if alone:
             self._otherwise.exchange(alone)
 
+    def stream(self, buckets: Stream) -> Iterator[Reduced]:
+        """Yield the sums of buckets when all have come.  Collective."""
+        pairs = [pair for pair in buckets if pair]
+        self.exchange(pairs)
+        return (unsharded(x) for _, x in pairs)
+
 
 class NodeReducer(Unreduced):
     """Sum inside each node, and exchange the sums between nodes; each rank of a node does so for its own buckets."""
@@ -211,24 +221,66 @@ class NodeReducer(Unreduced):
         self._plan, self._nodes, self._step_context, self._between = plan, nodes, step_context, between
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
-        (shares, compressor, _), (inside, between), step = self._plan, self._nodes, self._step_context
-        mine = shares[inside.rank]
-        with inside.tagged(step.tag()):
-            sum_inside(arrays, shares, inside)
-        inside.wait()
-        with step.counted_entries(compressor, arrays):
-            self._between.exchange([(self._store.buckets[k], arrays[k]) for k in mine])
+        return self.stream(zip(self._store.buckets, arrays, strict=True))
+
+    def stream(self, buckets: Stream) -> Iterator[Reduced]:
+        """Yield the sum over ranks of each bucket, as they come.  Collective.
+
+        While the buckets of a round travel between nodes, those of the next one are added up inside.
+        """
+        plan, (inside, between), step = self._plan, self._nodes, self._step_context
+        mine = plan.shares[inside.rank]
+        # Of each round that is added up, the buckets, and the arrays by rank; then the results of those that have come.
+        under_way = collections.deque[tuple[list[tuple[Bucket, np.ndarray]], list[np.ndarray]]]()
+        finished = collections.deque[Reduced]()
+
+        def finish_round() -> None:
+            """Give this rank's result of the oldest round to its neighbours, and take theirs."""
+            pairs, arrays = under_way.popleft()
+            between.wait()
+            with inside.tagged(step.tag()):
+                share_inside(arrays, inside)
+            inside.wait()
+            for bucket, x in pairs:
+                if plan.compressor.traits.has_hooks and bucket.number not in mine:
+                    # What is the same on all ranks goes on everywhere.
+                    _, state, context, _ = step.travelling_bucket(bucket, x, between, plan.compressor)
+                    plan.compressor.begin(x, state, context)
+            finished.extend(unsharded(x) for _, x in pairs)
+
+        def sums() -> Iterator[tuple[Bucket, np.ndarray] | None]:
+            """Add up the buckets of each round inside the node, and yield this rank's."""
+            # Ranks of a node take turns by the number of rounds alone: how far their networks are, differs.
+            turns, pairs = iter(rounds(plan.shares)), list[tuple[Bucket, np.ndarray]]()
+            numbers = next(turns, ())
+            for pair in buckets:
+                if pair is None:
+                    yield None
+                    continue
+                pairs.append(pair)
+                if len(pairs) < len(numbers) - numbers.count(None):
+                    continue
+                there = {bucket.number: x for bucket, x in pairs}
+                arrays = [pair[1][:0] if number is None else there[number] for number in numbers]
+                with inside.tagged(step.tag()):
+                    sum_inside(arrays, inside)
+                inside.wait()
+                under_way.append((pairs, arrays))
+                if len(under_way) > UNDER_WAY and not plan.together:
+                    finish_round()
+                yield from (pair for pair in pairs if pair[0].number in mine)
+                pairs, numbers = [], next(turns, ())
+
+        own = iter(list(sums())) if plan.together else sums()
+        with step.counted_entries(plan.compressor, [x for pairs, _ in under_way for _, x in pairs]):
+            for _ in self._between.stream(own):
+                while finished:
+                    yield finished.popleft()
             # Before entries are sent: they were counted on that stream.
             between.wait()
-        with inside.tagged(step.tag()):
-            share_inside(arrays, shares, inside)
-        inside.wait()
-        for bucket in self._store.buckets:
-            if compressor.traits.has_hooks and bucket.number not in mine:
-                # What is the same on all ranks goes on everywhere.
-                x, state, context, _ = step.travelling_bucket(bucket, arrays[bucket.number], between, compressor)
-                compressor.begin(x, state, context)
-        return map(unsharded, arrays)
+        while under_way:
+            finish_round()
+        yield from finished
 
 
 class SharedMemoryReducer(Reducer):
@@ -464,12 +516,13 @@ class Reducers:
         comm: Communicator,
         step_context: StepContext,
         accumulator: GradientAccumulator,
-        overlap: bool,
+        options: Options,
         everywhere: bool,
     ):
         # everywhere: an update reads whole sums, and not shards where other ranks have formed them.
         self._comm, self._step_context, self._accumulator = comm, step_context, accumulator
-        self.overlap, self._everywhere, self.bounds = overlap, everywhere, ShardBounds()
+        self.overlap, self._deterministic = options.overlap, options.deterministic
+        self._everywhere, self.bounds = everywhere, ShardBounds()
         # What the last choice of an exchange depended on.
         self._asked: tuple[Any, ...] = (None,) * 4
         self._phases: TwoPhase | None = None
@@ -480,6 +533,10 @@ class Reducers:
         # What the last exchange by nodes depended on.
         self._node_asked: tuple[Any, ...] = (None,) * 3
         self._node_plan: NodeExchange | None = None
+        # The last choice between nodes and all ranks, and what it depended on.
+        self._settled: tuple[Any, ...] = (None,) * 4
+        # Whose nodes buckets may be sent to while gradients are computed.
+        self._beside: Communicator | None = None
 
     def in_shared_memory(self, compressor: Compressor) -> bool:
         """Tell if dense gradients are added up in shared memory, where what is not finite is found in the sums."""
@@ -487,15 +544,27 @@ class Reducers:
         dense = isinstance(compressor, Dense) and self._accumulator.num_batches == 1 and not self.overlap
         return dense and self._step_context.store.buckets.shared
 
-    def possible(self, spec: StepSpec) -> StepSpec:
-        """Return what a step is with the ranks that there are: by nodes only while these have as many ranks each."""
-        # Where an elastic job has lost a rank, or let one in, they may have more and fewer.
-        if spec.exchange != "nodes":
+    def settled(self, compressor: Compressor, spec: StepSpec) -> StepSpec:
+        """Return what a step is with the ranks that there are: whether gradients are added up inside of nodes first."""
+        comm, exchange = self._comm, spec.exchange
+        if exchange == "nodes":
+            # Where an elastic job has lost a rank, or let one in, nodes may have more and fewer.
+            hosts = comm.hosts
+            unequal = comm.epoch and len({hosts.count(host) for host in hosts}) > 1
+            return spec._replace(exchange="auto") if unequal else spec
+        if exchange != "auto" or not compressor.traits.of_sums or not spec.reduced or not comm.spans_hosts:
             return spec
-        hosts = self._comm.hosts
-        if self._comm.epoch and len({hosts.count(host) for host in hosts}) > 1:
-            return spec._replace(exchange="auto")
-        return spec
+        buckets = self._step_context.store.buckets_if_any
+        if buckets is None or self._deterministic or any([hook.observes for hook in self._step_context.hooks]):
+            return spec
+        if comm.gpu is not None and compressor.traits.summable:
+            # NCCL's own sums go by nodes.
+            return spec
+        asked = (buckets, compressor, comm.hosts)
+        if not all(map(operator.is_, asked, self._settled)):
+            plan = [bucket.gradients for bucket in buckets]
+            self._settled = (*asked, adds_inside(exchange, compressor, plan, comm.hosts))
+        return spec._replace(exchange="nodes") if self._settled[3] else spec
 
     def may_overlap(self, compressor: Compressor, spec: StepSpec, threshold: int) -> bool:
         """Tell if buckets may leave before the vote: they are the last step's, and nothing outlives the step."""
@@ -505,12 +574,23 @@ class Reducers:
             or compressor.traits.budget is not None
         ):
             return False
-        grows, by_nodes = compressor.traits.bounded and store.capacity is not None, spec.exchange == "nodes"
         if not store.started or store.stale or threshold != store.threshold:
             return False
-        if compressor.traits.stateful or grows or by_nodes:
+        if compressor.traits.stateful or (compressor.traits.bounded and store.capacity is not None):
             return False
+        if plan := self.by_nodes(compressor, spec):
+            # A GPU enqueues bucket by bucket; and nodes are made where all ranks have agreed to make them.
+            return not plan.together and self._comm.gpu is None and self._beside is self._comm.duplicate()
         return not self.two_phases(compressor, spec)
+
+    def overlapped(
+        self, compressor: Compressor, spec: StepSpec, beside: Communicator
+    ) -> CollectiveReducer | NodeReducer:
+        """Return the reducer of buckets that leave before the vote, over a communicator that nothing else uses."""
+        plan = self.by_nodes(compressor, spec)
+        if plan is None:
+            return CollectiveReducer(compressor, spec, beside, self._step_context)
+        return self._of_nodes(plan, spec, nodes_of(beside))
 
     def within_budget(self, compressor: Compressor, spec: StepSpec, k: int) -> Compressor:
         """Return a compressor at the density of which update k sends no more bytes than it may."""
@@ -571,7 +651,7 @@ class Reducers:
         """Say how payloads are exchanged; '' for those that are added on the wire by all ranks, or without a plan."""
         if not spec.reduced or self._step_context.store.buckets_if_any is None:
             return ""
-        spec = self.possible(spec)
+        spec = self.settled(compressor, spec) if spec.exchange == "nodes" else spec
         nodes = self.by_nodes(compressor, spec)
         if nodes:
             groups = node_ranks(self._comm.hosts)
@@ -594,15 +674,15 @@ class Reducers:
         if self.in_shared_memory(compressor):
             reducer = SharedMemoryReducer(self._comm, step, check_finite, vote, self._everywhere, unchanged)
         elif plan := self.by_nodes(compressor, spec):
-            # States must lie where the exchange needs them.
             nodes = nodes_of(self._comm)
-            if move_states(list(store.buckets), plan.shares, nodes.inside):
+            # States must lie where the exchange needs them.
+            if compressor.traits.stateful and move_states(list(store.buckets), plan.shares, nodes.inside):
                 # There may be debts of what a rank does not own.
                 self._owned.clear()
-            # Bounds of this step alone, so that they never move.
-            phases, even = plan.phases[nodes.inside.rank], ShardBounds()
-            between = self._exchange(phases, plan.compressor, spec, nodes.between, even)
-            reducer = NodeReducer(plan, nodes, step, between)
+            reducer = self._of_nodes(plan, spec, nodes)
+            if self.overlap and self._comm.gpu is None:
+                self._beside = self._comm.duplicate()
+                nodes_of(self._beside)
         else:
             reducer = self._exchange(self.two_phases(compressor, spec), compressor, spec, self._comm, self.bounds)
             # Halves are added up in shared memory where they are neither checked nor observed.
@@ -617,6 +697,13 @@ class Reducers:
             weight = self._accumulator.expected / (self._comm.size * self._accumulator.num_batches)
             reducer = reducer if weight == 1 else WeighStates(reducer, self._comm, store, weight)
         return KeepStates(reducer, compressor, self._comm, store, unchanged) if unchanged else reducer
+
+    def _of_nodes(self, plan: NodeExchange, spec: StepSpec, nodes: Nodes) -> NodeReducer:
+        """Return the reducer of an exchange by nodes."""
+        # Bounds of this step alone, so that they never move.
+        phases, even = plan.phases[nodes.inside.rank], ShardBounds()
+        between = self._exchange(phases, plan.compressor, spec, nodes.between, even)
+        return NodeReducer(plan, nodes, self._step_context, between)
 
     def _exchange(
         self,

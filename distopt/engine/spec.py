@@ -49,6 +49,8 @@ class Options(NamedTuple):
     clip_norm: float | None = None
     gradient_hook: GradientHook | None = None
     buddy: bool = False
+    # Sums are added in the order of all ranks, not by nodes unless that is asked for.
+    deterministic: bool = False
 
     @classmethod
     def checked(cls, comm: Communicator, **given: Any) -> "Options":
@@ -64,6 +66,7 @@ class Options(NamedTuple):
             clip_norm=None if options.clip_norm is None else check_bound("clip_norm", options.clip_norm),
             gradient_hook=check_callable("gradient_hook", options.gradient_hook, "(param, mean) pairs"),
             buddy=check_bool("buddy", options.buddy),
+            deterministic=check_bool("deterministic", options.deterministic),
         )
 
     def lines(self, comm: Communicator) -> list[str]:

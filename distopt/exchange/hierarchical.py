@@ -19,7 +19,7 @@ from distopt.comm.communicator import sum_in_rank_order
 from distopt.compress import Compressor
 from distopt.compress.base import of_sum
 from distopt.compress.state import pending, state_array
-from distopt.exchange.choice import TwoPhase, two_phases
+from distopt.exchange.choice import GATHER_BELOW, TwoPhase, gathered_bytes, two_phases
 from distopt.kernels.layout import BucketLayout
 
 Shares = Sequence[Sequence[int]]  # of each rank of a node the numbers of its buckets, ascending
@@ -50,6 +50,11 @@ class NodeExchange(NamedTuple):
     shares: Shares
     compressor: Compressor
     phases: Sequence[TwoPhase | None]
+
+    @property
+    def together(self) -> bool:
+        """Whether all buckets of a rank are exchanged at once: in two phases, or where entries are counted before."""
+        return any(self.phases) or self.compressor.traits.bounded
 
     def describe(self, plan: Sequence[BucketLayout], nodes: int, per_node: int) -> str:
         """Return a line on what it does.
@@ -95,6 +100,34 @@ def node_exchange(
     return NodeExchange(shares, of_sums, phases)
 
 
+def adds_inside(exchange: str, compressor: Compressor, plan: Sequence[BucketLayout], hosts: Sequence[int]) -> bool:
+    """Tell if gradients are added up inside of nodes before they are compressed: if that is asked for, or if it pays.
+
+    Of what leaves a node it pays for all that is not dense: n ranks send one payload in place of n.  It is not what was
+    asked for where it would train something else, for which a compressor has the trait ``of_sums``.  Payloads that are
+    few bytes stay apart, since an exchange inside a node takes longer than they do.  No measurement takes part, so all
+    ranks choose alike.
+
+    Args:
+        exchange: 'nodes', or 'auto', which chooses.
+        compressor: what is sent.
+        plan: the layout of each bucket.
+        hosts: of each rank a number, equal for ranks of one node.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import Int8, TopK
+        >>> plan, hosts = [BucketLayout(["w"], [(1000, 1000)], [0], np.float32)], [0, 0, 1, 1]
+        >>> [adds_inside("auto", compressor, plan, hosts) for compressor in (Int8(), TopK(0.01))]
+        [True, False]
+    """
+    if exchange != "auto" or not compressor.traits.of_sums:
+        return exchange == "nodes"
+    nodes, ranks = len(set(hosts)), len(hosts)
+    equal = len({hosts.count(host) for host in hosts}) == 1
+    return equal and 1 < nodes < ranks and (ranks - 1) * gathered_bytes(compressor, plan) >= GATHER_BELOW
+
+
 def nodes_of(comm: Communicator) -> Nodes:
     """Return the nodes of a communicator, whose ranks are those of one host.  Collective at the first call.
 
@@ -137,7 +170,7 @@ def node_ranks(hosts: Sequence[int]) -> list[list[int]]:
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Share buckets out among the ranks of a node: the largest first, each to the rank that has least.
+    """Share buckets out among the ranks of a node: of every few neighbours one each, the largest to who has least.
 
     Args:
         sizes: elements of each bucket.
@@ -152,15 +185,16 @@ def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
-    for number in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
-        least = totals.index(min(totals))
-        shares[least].append(number)
-        totals[least] += sizes[number]
-    return [sorted(share) for share in shares]
+    for first in range(0, len(sizes), ranks):
+        neighbours = sorted(range(first, min(first + ranks, len(sizes))), key=lambda k: (-sizes[k], k))
+        for number, rank in zip(neighbours, sorted(range(ranks), key=totals.__getitem__), strict=False):
+            shares[rank].append(number)
+            totals[rank] += sizes[number]
+    return shares
 
 
 def rounds(shares: Shares) -> list[tuple[int | None, ...]]:
-    """Return the buckets that travel at the same time, one of each rank at most.
+    """Return the buckets that travel at the same time, one of each rank at most; those of a round are neighbours.
 
     Example:
         >>> rounds([[1, 3, 4], [0, 2]])
@@ -169,12 +203,12 @@ def rounds(shares: Shares) -> list[tuple[int | None, ...]]:
     return list(itertools.zip_longest(*shares))
 
 
-def sum_inside(arrays: Sequence[np.ndarray], shares: Shares, inside: Communicator) -> None:
-    """Replace the arrays of this rank's buckets by their sums over the node, added in rank order.  Collective of it.
+def sum_inside(arrays: Sequence[np.ndarray], inside: Communicator) -> None:
+    """Replace this rank's array of a round by its sum over the node, added in rank order.  Collective of the node.
 
     Args:
-        arrays: of each bucket, ``(n,)``; those of other ranks' buckets stay as they are.
-        shares: which rank gets which.
+        arrays: of each rank of the node the array of its bucket, ``(n,)``; empty for a rank without one.  Those of
+            other ranks stay as they are.
         inside: the ranks of the node.
 
     Example:
@@ -182,27 +216,23 @@ def sum_inside(arrays: Sequence[np.ndarray], shares: Shares, inside: Communicato
         >>> from distopt.comm import run_ranks
         >>> def main(comm):
         ...     arrays = [np.array([comm.rank + 1.0]), np.array([10.0])]
-        ...     sum_inside(arrays, [[0], [1]], comm)
+        ...     sum_inside(arrays, comm)
         ...     return [x.item() for x in arrays]
         >>> run_ranks(2, main)
         [[3.0, 10.0], [2.0, 20.0]]
     """
+    # As bytes, so that those of a round may have several dtypes.
+    parts, mine = [x.view(np.uint8) for x in arrays], arrays[inside.rank]
     with inside.on_comm_stream():
-        for numbers in rounds(shares):
-            parts = [_bytes_of(arrays, number) for number in numbers]
-            received = inside.all_to_all(parts, ragged=[parts[inside.rank].size] * inside.size)
-            mine = numbers[inside.rank]
-            if mine is not None:
-                x = arrays[mine]
-                device.copy(x, sum_in_rank_order([part.view(x.dtype) for part in received]))
+        received = inside.all_to_all(parts, ragged=[mine.nbytes] * inside.size)
+        device.copy(mine, sum_in_rank_order([part.view(mine.dtype) for part in received]))
 
 
-def share_inside(arrays: Sequence[np.ndarray], shares: Shares, inside: Communicator) -> None:
-    """Give the arrays of each rank's buckets to all ranks of the node.  Collective of it.
+def share_inside(arrays: Sequence[np.ndarray], inside: Communicator) -> None:
+    """Give each rank's array of a round to all ranks of the node.  Collective of it.
 
     Args:
-        arrays: of each bucket, ``(n,)``; those of other ranks' buckets are overwritten.
-        shares: which rank has which.
+        arrays: as of ``sum_inside``; those of other ranks are overwritten.
         inside: the ranks of the node.
 
     Example:
@@ -210,24 +240,27 @@ def share_inside(arrays: Sequence[np.ndarray], shares: Shares, inside: Communica
         >>> from distopt.comm import run_ranks
         >>> def main(comm):
         ...     arrays = [np.array([comm.rank]), np.array([10 * comm.rank])]
-        ...     share_inside(arrays, [[0], [1]], comm)
+        ...     share_inside(arrays, comm)
         ...     return [x.item() for x in arrays]
         >>> run_ranks(2, main)
         [[0, 10], [0, 10]]
     """
+    parts = [x.view(np.uint8) for x in arrays]
     with inside.on_comm_stream():
-        for numbers in rounds(shares):
-            parts = [_bytes_of(arrays, number) for number in numbers]
-            gathered = inside.all_gather(parts[inside.rank], ragged=[part.size for part in parts])
-            for rank, (part, there) in enumerate(zip(parts, gathered, strict=True)):
-                if rank != inside.rank:
-                    device.copy(part, there)
+        gathered = inside.all_gather(parts[inside.rank], ragged=[part.size for part in parts])
+        for rank, (part, there) in enumerate(zip(parts, gathered, strict=True)):
+            if rank != inside.rank:
+                device.copy(part, there)
 
 
-def _bytes_of(arrays: Sequence[np.ndarray], number: int | None) -> np.ndarray:
-    """Return the bytes of an array, so that those of a round may have several dtypes; none for a rank without one."""
-    x = arrays[0][:0] if number is None else arrays[number]
-    return x.view(np.uint8)
+def of_round(arrays: Sequence[np.ndarray], numbers: Sequence[int | None]) -> list[np.ndarray]:
+    """Return the arrays of a round's buckets; an empty one for a rank without a bucket.
+
+    Args:
+        arrays: of every bucket, in plan order.
+        numbers: of ``rounds``.
+    """
+    return [arrays[0][:0] if number is None else arrays[number] for number in numbers]
 
 
 def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator) -> bool:
@@ -247,7 +280,9 @@ def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator)
     moving = {name for number, bucket in enumerate(buckets) if number not in mine for name in pending(bucket.state)}
     names = {name for text in inside.control.gather(json.dumps(sorted(moving))) for name in json.loads(text)}
     for name in sorted(names):
-        sum_inside([state_array(bucket.state, name, bucket.gradient) for bucket in buckets], shares, inside)
+        arrays = [state_array(bucket.state, name, bucket.gradient) for bucket in buckets]
+        for numbers in rounds(shares):
+            sum_inside(of_round(arrays, numbers), inside)
         inside.wait()
         for number, bucket in enumerate(buckets):
             if number not in mine:

@@ -12,7 +12,7 @@ from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import ExchangeContext
 from distopt.engine.outer_loop import cut
-from distopt.exchange.hierarchical import node_ranks
+from distopt.exchange.hierarchical import adds_inside, node_ranks
 from distopt.exchange.step_traffic import Message, node_messages, step_messages
 from distopt.kernels.layout import BucketLayout
 from distopt.lab.modes import Mode
@@ -236,7 +236,7 @@ def exchange_ledger(
     if ranks > MOST_RANKS:
         raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
     hosts = [rank // per_node for rank in range(ranks)]
-    if exchange == "nodes":
+    if adds_inside(exchange, mode.compressor, buckets, hosts):
         nodes = len(node_ranks(hosts))
         found = _known(node_messages(buckets, mode.compressor, nodes, ranks // nodes, break_even), mode)
         inside = Meter(0, ranks // nodes, [0] * (ranks // nodes), DIRECT, ledger)

@@ -1,5 +1,6 @@
 """Virtual ranks: P ranks that train one model, one after the other, in one process."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -33,7 +34,7 @@ from distopt.engine.reducers import Reducer, Reducers, Vote
 from distopt.engine.spec import GradientHook, Options, StepSpec, among, shows
 from distopt.engine.undo import Undo
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.hierarchical import NodeExchange, node_ranks
+from distopt.exchange.hierarchical import NodeExchange
 from distopt.exchange.sharding import ShardBounds
 from distopt.exchange.two_phase import Owned
 from distopt.lab.observe.hook import QualityHook
@@ -320,19 +321,28 @@ class SequentialReducers(Reducers):
     all_have_voted = False  # but for rank 0 they bring their gradients later
 
     def __init__(self, engine: Engine, ranks: VirtualRanks):
-        super().__init__(engine.comm, engine.step_context, engine.accumulator, overlap=False, everywhere=True)
+        super().__init__(engine.comm, engine.step_context, engine.accumulator, engine.options, everywhere=True)
         self._engine, self._ranks, self.losses = engine, ranks, VirtualLosses(engine, ranks)
         self._owned_by_rank: list[Owned] = [{} for _ in range(ranks.size)]
 
     def in_shared_memory(self, compressor: Compressor) -> bool:
         return False
 
+    def settled(self, compressor: Compressor, spec: StepSpec) -> StepSpec:
+        return spec if spec.exchange == "auto" and not self._in_order else super().settled(compressor, spec)
+
     def by_nodes(self, compressor: Compressor, spec: StepSpec) -> NodeExchange | None:
         plan = super().by_nodes(compressor, spec)
-        hosts = list(self._ranks.hosts)
-        if plan and [hosts[rank] for group in node_ranks(hosts) for rank in group] != hosts:
+        if plan and not self._in_order:
+            hosts = list(self._ranks.hosts)
             raise ValueError(f"hosts must stand one after the other for virtual ranks by nodes, got {hosts}")
         return plan
+
+    @functools.cached_property
+    def _in_order(self) -> bool:
+        """Whether the ranks of each host stand one after the other."""
+        hosts = list(self._ranks.hosts)
+        return [host for known in dict.fromkeys(hosts) for host in [known] * hosts.count(known)] == hosts
 
     def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
         by_nodes, buckets = self.by_nodes(compressor, spec), list(self._engine.store.buckets)
@@ -366,7 +376,7 @@ class Simulation(SingaModes):
     give to its own, with the same parameters for all.  The ranks go one after the other through the same packing,
     compression and decompression, bucket by bucket; there is one copy of the parameters, of the optimizer's state, of
     gradients and of their sum, and only what a compressor keeps is there P times.  Parameters have the bits that P
-    ranks get with ``deterministic=True``.
+    ranks get with ``deterministic=True``, or by nodes where ``hosts`` are several with as many ranks each.
 
     What a compressor keeps is in no ``state_dict``, so the plan is fixed by the first step, and there are no
     checkpoints, and no tape is recorded.  A loss that raises or is not finite raises what it does on P ranks, and ends

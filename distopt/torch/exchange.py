@@ -272,8 +272,8 @@ class GradientExchange(Checkpointed):
     @property
     def may_overlap(self) -> bool:
         """Whether buckets may leave while the last gradients of a backward pass are still to come."""
-        engine = self.engine
-        return engine.reducers.may_overlap(self.compressor, self._spec, engine.threshold)
+        engine, reducers = self.engine, self.engine.reducers
+        return reducers.may_overlap(self.compressor, reducers.settled(self.compressor, self._spec), engine.threshold)
 
     def fail(self, error: Exception) -> None:
         """Raise an error of this rank on all ranks, instead of an exchange.  Collective."""

@@ -13,10 +13,12 @@ from distopt import DistOpt, Parameter, run_ranks, simulate
 from distopt.comm import Communicator, Elastic, Metered
 from distopt.comm.communicator import Wrapper
 from distopt.compress import (
+    DCT,
     DeepGradientCompression,
     Dense,
     ErrorFeedback,
     Half,
+    Int4,
     Int8,
     OneBit,
     Packed,
@@ -197,6 +199,122 @@ def test_what_a_rank_keeps_lies_with_the_rank_that_has_the_bucket():
         np.testing.assert_allclose(x, -4.0)
 
 
+# ----------------------------------------------------------------------------------------------------- auto
+
+
+LARGE = [(70_000,), (300, 100), (50_000,)]  # above what is sent as it comes
+
+
+def chosen(comm, hosts, compressor, shapes=LARGE, exchange="auto", prepare=lambda opt: None, **options):
+    """Two steps; the last line of the plan, and the parameters."""
+    if hosts is not None:
+        comm._hosts = hosts
+    params = [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(shapes)]
+    opt = DistOpt(SGD(1.0), comm, **{"threshold": 40_000} | options)
+    prepare(opt)
+    for step in range(2):
+        gradients = integers(comm.rank, step, shapes=shapes)
+        opt.step(list(zip(params, gradients, strict=True)), compressor, exchange=exchange)
+    return str(opt.plan).splitlines()[-1], [p.data for p in params]
+
+
+@pytest.mark.parametrize("compressor", [Half(), Half("bfloat16"), Int8(), ErrorFeedback(Int8()), Int4()], ids=repr)
+def test_ranks_that_share_hosts_add_up_before_they_compress(compressor):
+    """Where that is asked for, and where nothing is."""
+
+    def main(comm):
+        auto, nodes = (chosen(comm, [0, 0, 1, 1], compressor, exchange=e) for e in ("auto", "nodes"))
+        assert auto[0] == nodes[0]
+        assert "2 nodes of 2 ranks" in auto[0]
+        for a, b in zip(auto[1], nodes[1], strict=True):
+            assert a.tobytes() == b.tobytes()
+
+    run_ranks(4, main)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [Dense(), ErrorFeedback(TopK(0.05)), ErrorFeedback(TwoBit(2.0)), DCT(ErrorFeedback(Int8()))],
+    ids=repr,
+)
+def test_what_would_train_something_else_is_not_added_up(compressor):
+    assert not any("node" in line for line, _ in run_ranks(4, lambda comm: chosen(comm, [0, 0, 1, 1], compressor)))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "more"),
+    [
+        ([0, 0, 0, 0], {}),
+        ([0, 1, 2, 3], {}),
+        ([0, 0, 0, 1], {}),
+        ([0, 0, 1, 1], {"deterministic": True}),
+        ([0, 0, 1, 1], {"shapes": [(1000,)]}),
+        ([0, 0, 1, 1], {"prepare": lambda opt: opt.observe(lambda *seen: None, every=1)}),
+    ],
+    ids=["one host", "a rank each", "hosts of three and one", "deterministic", "few bytes", "observed"],
+)
+def test_ranks_that_cannot_or_need_not_add_up_do_not(hosts, more):
+    assert not any("node" in line for line, _ in run_ranks(4, lambda comm: chosen(comm, hosts, Half(), **more)))
+
+
+@pytest.mark.parametrize("name", ["half", "int8"])
+def test_virtual_ranks_and_forecasts_choose_as_ranks_do(name):
+    compressor, sent = mode(name).compressor, []
+
+    def main(comm):
+        metered = Metered(comm)
+        metered.comm._hosts = [0, 0, 1, 1]
+        values = chosen(metered, None, compressor)[1]
+        return values, metered.ledger.total()
+
+    values, total = run_ranks(4, main)[0]
+    params = [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(LARGE)]
+    sim = simulate(4, SGD(1.0), hosts=[0, 0, 1, 1], threshold=40_000)
+    for step in range(2):
+        sim.step(lambda rank, step=step: list(zip(params, integers(rank, step, shapes=LARGE), strict=True)), compressor)
+        rows = sim.ledger.by("step", "phase")
+        sent.append(sum(row["sent_between"] for row in rows if row["phase"] == "gradients") - sum(sent))
+    for p, x in zip(params, values, strict=True):
+        assert p.data.tobytes() == x.tobytes()
+    assert sim.ledger.total() == total
+    layouts = planned([(f"p{k}", shape) for k, shape in enumerate(LARGE)], 40_000)
+    assert sent == [step_ledger(layouts, mode(name), 4, 2).total()["sent_between"]] * 2
+
+
+@pytest.mark.parametrize("compressor", [Half(), Int8(), Dense()], ids=repr)
+@pytest.mark.parametrize("size", [4, 6])
+def test_buckets_leave_by_nodes_while_gradients_come(compressor, size):
+    """With the bits of all gradients at once; an error of one rank halfway is one of all, and they go on."""
+
+    def main(comm):
+        comm._hosts, seen = [rank // 2 for rank in range(size)], []
+        for overlap in (False, True):
+            params = [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(LARGE)]
+            opt = DistOpt(SGD(1.0), comm, threshold=40_000, overlap=overlap)
+            leaves = 0
+
+            def loss(step, opt=opt, params=params, fails=False):
+                nonlocal leaves
+                for p, g in zip(reversed(params), integers(comm.rank, step, shapes=LARGE)[::-1], strict=True):
+                    leaves += opt.engine.in_backward
+                    yield p, g
+                    if fails:
+                        raise ValueError("halfway")
+
+            for step in range(4):
+                opt.step(loss(step), compressor, exchange="nodes")
+                if step == 2:
+                    with pytest.raises(ValueError, match="halfway"):
+                        opt.step(loss(step, fails=comm.rank == 1), compressor, exchange="nodes")
+            # Between three nodes all of its buckets are exchanged together, in two phases.
+            assert bool(leaves) == (overlap and not (size == 6 and isinstance(compressor, Int8)))
+            seen.append(laws.digest(params))
+        assert seen[0] == seen[1]
+        return seen[0]
+
+    assert len(set(run_ranks(size, main))) == 1
+
+
 # ----------------------------------------------------------------------------------------------------- bytes
 
 
@@ -232,7 +350,7 @@ def test_the_ledger_is_the_formula(name, ranks, per_node):
 def test_n_times_fewer_bytes_leave_a_node(name):
     """By formula, with 8 nodes of 4 ranks, each of which has a bucket, against the same exchange among all 32 ranks."""
     layouts = planned([(f"p{k}", (1000, 1000)) for k in range(4)], 500_000)
-    flat = step_ledger(layouts, mode(name), 32, 4, exchange="auto").total()["sent_between"]
+    flat = step_ledger(layouts, mode(name), 32, 4, exchange="two_phase").total()["sent_between"]
     nodes = step_ledger(layouts, mode(name), 32, 4, exchange="nodes").total()["sent_between"]
     # a rank sends 28 of 32 parts of all buckets to other nodes, or 7 of 8 parts of one
     assert flat / nodes == pytest.approx(4, rel=0.01)
@@ -259,7 +377,7 @@ def test_processes_have_the_bits_and_bytes_of_threads(ranks, per_node, k, tmp_pa
 
 
 @needs_mpi
-@pytest.mark.parametrize("name", ["dense", "topk=0.05"])
+@pytest.mark.parametrize("name", ["dense", "topk=0.05", "half", "int8"])
 def test_nodes_are_the_hosts_of_a_network(name, tmp_path):
     """Two ranks on each of two: the bits of threads, and the bytes of the formula are really on the link."""
     reason = missing()
@@ -267,7 +385,8 @@ def test_nodes_are_the_hosts_of_a_network(name, tmp_path):
         pytest.skip(reason)
     with two_hosts("1gbit") as hosts:
         before = sum(hosts.sent())
-        processes = run_mpi(4, over_a_network, tmp_path, name, "nodes", hosts=hosts)
+        chosen = "auto" if name in ("half", "int8") else "nodes"
+        processes = run_mpi(4, over_a_network, tmp_path, name, chosen, hosts=hosts)
         on_link = sum(hosts.sent()) - before
     threads, alone = (
         run_ranks(4, lambda comm, e=exchange: over_a_network(on_nodes(comm, 2), name, e))
@@ -275,26 +394,38 @@ def test_nodes_are_the_hosts_of_a_network(name, tmp_path):
     )
     for one, other in zip(processes, threads, strict=True):
         np.testing.assert_array_equal(one["w"], other["w"])
+        assert one["leaves"] == (name in ("dense", "half")), "others have residuals"
         assert (one["between"], one["gradients"]) == (other["between"], other["gradients"])
     counted = sum(int(rank["between"]) for rank in processes)
     assert counted < on_link < 1.05 * counted + 1e6, "headers, and what the launcher says, are little"
     nodes = sum(int(rank["gradients"]) for rank in processes)
-    formula = step_ledger(planned([("w", NETWORK)]), mode(name), 4, 2, exchange="nodes").total()["sent_between"]
-    assert nodes == 3 * 2 * formula, "of three steps, and of the one rank on each host that has the bucket"
-    assert sum(rank["gradients"] for rank in alone) == pytest.approx((2 if name == "dense" else 4) * nodes, rel=0.01)
+    layouts = planned([(f"w{k}", shape) for k, shape in enumerate(NETWORK)], 125_000)
+    formula = step_ledger(layouts, mode(name), 4, 2, exchange="nodes").total()["sent_between"]
+    assert nodes == 3 * 4 * formula, "of three steps, and of ranks that have as many buckets each"
+    alike = name in ("dense", "half")  # a sum of two phases, which both halve, or payloads to two ranks in place of one
+    assert sum(rank["gradients"] for rank in alone) == pytest.approx((2 if alike else 4) * nodes, rel=0.01)
 
 
-NETWORK = (1000, 1000)
+NETWORK = [(250, 500)] * 8
 
 
 def over_a_network(comm, name, exchange):
-    """Three steps of a matrix; what left the host, and of that the gradients."""
+    """Three steps of some matrices; what left the host, and of that the gradients."""
     metered = Metered(comm)
-    w, opt = Parameter("w", np.zeros(NETWORK, np.float32)), DistOpt(SGD(1.0), metered)
+    params = [Parameter(f"w{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(NETWORK)]
+    opt, leaves = DistOpt(SGD(1.0), metered, threshold=125_000), 0
     for step in range(3):
-        opt.step([(w, integers(comm.rank, step, shapes=[NETWORK])[0])], mode(name).compressor, exchange=exchange)
+
+        def loss(step=step):
+            nonlocal leaves
+            for pair in zip(params, integers(comm.rank, step, shapes=NETWORK), strict=True):
+                leaves += opt.engine.in_backward
+                yield pair
+
+        opt.step(loss, mode(name).compressor, exchange=exchange)
     between = {row["phase"]: row["sent_between"] for row in metered.ledger.by("phase")}
-    return {"w": w.data, "between": sum(between.values()), "gradients": between["gradients"]}
+    w = np.concatenate([p.data.ravel() for p in params])
+    return {"w": w, "between": sum(between.values()), "gradients": between["gradients"], "leaves": leaves > 0}
 
 
 def test_a_budget_counts_what_leaves_a_node():

@@ -21,7 +21,7 @@ class QualityHook(StepHook):
 
     def __init__(self, engine: Engine, callback: Callback | None, every: int):
         self._comm, self.observer = engine.comm, Observer(callback, every)
-        self.line = repr(self.observer) if every else ""
+        self.line, self.observes = repr(self.observer) if every else "", every > 0
 
     @property
     def wants_payloads(self) -> bool:  # type: ignore[override]
