@@ -250,7 +250,7 @@ class NodeReducer(Unreduced):
 
         def sums() -> Iterator[tuple[Bucket, np.ndarray] | None]:
             """Add up the buckets of each round inside the node, and yield this rank's."""
-            # Ranks of a node take turns by the number of rounds alone: how far their networks are, differs.
+            # Ranks of a node take turns by the number of rounds alone, as what has arrived differs between them.
             turns, pairs = iter(rounds(plan.shares)), list[tuple[Bucket, np.ndarray]]()
             numbers = next(turns, ())
             for pair in buckets:

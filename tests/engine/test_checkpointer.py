@@ -593,6 +593,7 @@ def test_load_asks_for_parameters_that_it_does_not_know(tmp_path):
 STOPPED = """
 import os, signal, sys
 import numpy as np, distopt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where this was started in the background
 opt = distopt.DistOpt(distopt.optim.SGD(1.0), distopt.comm.LocalCommunicator())
 w = distopt.Parameter("w", np.zeros(3))
 for _ in range(2):

@@ -49,7 +49,7 @@ def test_survivors_have_the_bits_of_fewer_ranks(mode, shared, fate):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", MODES)
 def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, shared, victim, turn, fate):
     """At every instant, before the others meet and after it by turns; the other victim the other way around."""
