@@ -23,7 +23,7 @@ extend_path()
 
 # The machine's speed says nothing about the code.  The second one is for --hypothesis-profile.
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=10)
-settings.register_profile("thorough", settings.get_profile("quick"), max_examples=60)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=40)
 settings.load_profile("quick")
 
 

@@ -106,14 +106,16 @@ def test_all_laws_hold_on_doubles_of_gpus(size, one_warp, arithmetic):
 
 
 def laws_in_turns(comm):
-    """Every law, and every mode, which is resumed at one call of two, by turns."""
+    """Every law, and every mode, which is resumed at one call of two, by turns, and so are modes with batches."""
     laws.sums(comm)
     laws.every_optimizer(comm)
     laws.modes_agree(comm)
     for k, mode in enumerate(laws.MODES):
         laws.same_bits(comm, mode)
-        laws.resume(comm, mode, stops=[(1, 4)[k % 2]])
-        laws.resume(comm, mode, stops=[(2, 1)[k % 2]], num_batches=2)
+        if k % 2:
+            laws.resume(comm, mode, stops=[(1, 4)[k // 2 % 2]])
+        else:
+            laws.resume(comm, mode, stops=[(2, 1)[k // 2 % 2]], num_batches=2)
         laws.overlap_changes_no_bit(comm, mode)
     laws.resume(comm, "topk", num_batches=3, sync_on_apply=False, deterministic=True)
 
