@@ -32,6 +32,12 @@ def every(n, cases):
     return [pytest.param(case, marks=() if k % n == 0 else pytest.mark.full) for k, case in enumerate(cases)]
 
 
+def by_size(cases_of, sizes, full=()):
+    """Parameters (size, name) of cases that so many ranks run together; those of ``full`` are of that tier."""
+    marked = [(size, ()) for size in sizes] + [(size, pytest.mark.full) for size in full]
+    return [pytest.param(size, name, marks=marks) for size, marks in marked for name in cases_of(size)]
+
+
 def default_expression(config):
     """What ``-m`` is if nobody says otherwise."""
     addopts = config.getini("addopts")

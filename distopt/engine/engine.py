@@ -538,7 +538,7 @@ class Engine:
             self._background,
             self.comm,
             self.store,
-            self.step_context.travelling(compressor) if spec.exchange != "nodes" else self.store.buckets,
+            self.step_context.travelling(compressor),
             reducer,
             agree,
             pack=lambda bucket: self.store.pack(bucket, scale, True, spec.clip_value),

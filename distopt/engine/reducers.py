@@ -41,10 +41,12 @@ from distopt.exchange.hierarchical import (
     NodeExchange,
     Nodes,
     adds_inside,
+    are_equal,
     move_states,
     node_exchange,
     node_ranks,
     nodes_of,
+    of_round,
     rounds,
     share_inside,
     sum_inside,
@@ -261,7 +263,7 @@ class NodeReducer(Unreduced):
                 if len(pairs) < len(numbers) - numbers.count(None):
                     continue
                 there = {bucket.number: x for bucket, x in pairs}
-                arrays = [pair[1][:0] if number is None else there[number] for number in numbers]
+                arrays = of_round(there, numbers)
                 with inside.tagged(step.tag()):
                     sum_inside(arrays, inside)
                 inside.wait()
@@ -549,9 +551,7 @@ class Reducers:
         comm, exchange = self._comm, spec.exchange
         if exchange == "nodes":
             # Where an elastic job has lost a rank, or let one in, nodes may have more and fewer.
-            hosts = comm.hosts
-            unequal = comm.epoch and len({hosts.count(host) for host in hosts}) > 1
-            return spec._replace(exchange="auto") if unequal else spec
+            return spec._replace(exchange="auto") if comm.epoch and not are_equal(comm.hosts) else spec
         if exchange != "auto" or not compressor.traits.of_sums or not spec.reduced or not comm.spans_hosts:
             return spec
         buckets = self._step_context.store.buckets_if_any

@@ -7,7 +7,7 @@ same time, and compressors see as many gradients as there are nodes, each the su
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -124,8 +124,12 @@ def adds_inside(exchange: str, compressor: Compressor, plan: Sequence[BucketLayo
     if exchange != "auto" or not compressor.traits.of_sums:
         return exchange == "nodes"
     nodes, ranks = len(set(hosts)), len(hosts)
-    equal = len({hosts.count(host) for host in hosts}) == 1
-    return equal and 1 < nodes < ranks and (ranks - 1) * gathered_bytes(compressor, plan) >= GATHER_BELOW
+    return are_equal(hosts) and 1 < nodes < ranks and (ranks - 1) * gathered_bytes(compressor, plan) >= GATHER_BELOW
+
+
+def are_equal(hosts: Sequence[int]) -> bool:
+    """Tell if nodes have as many ranks each; ``hosts``: of each rank a number, equal for ranks of one node."""
+    return len({hosts.count(host) for host in hosts}) <= 1
 
 
 def nodes_of(comm: Communicator) -> Nodes:
@@ -159,9 +163,8 @@ def node_ranks(hosts: Sequence[int]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
         groups.setdefault(host, []).append(rank)
-    counts = [len(group) for group in groups.values()]
-    if len(set(counts)) > 1:
-        numbers = ", ".join(map(str, counts))
+    if not are_equal(hosts):
+        numbers = ", ".join(str(len(group)) for group in groups.values())
         raise ValueError(
             f"exchange must be 'auto', 'gather' or 'two_phase' unless every node has as many ranks, got 'nodes' with "
             f"nodes of {numbers} ranks"
@@ -253,14 +256,9 @@ def share_inside(arrays: Sequence[np.ndarray], inside: Communicator) -> None:
                 device.copy(part, there)
 
 
-def of_round(arrays: Sequence[np.ndarray], numbers: Sequence[int | None]) -> list[np.ndarray]:
-    """Return the arrays of a round's buckets; an empty one for a rank without a bucket.
-
-    Args:
-        arrays: of every bucket, in plan order.
-        numbers: of ``rounds``.
-    """
-    return [arrays[0][:0] if number is None else arrays[number] for number in numbers]
+def of_round(arrays: Mapping[int, np.ndarray], numbers: Sequence[int | None]) -> list[np.ndarray]:
+    """Return of each rank of a node the array of its bucket in a round; an empty one for a rank without a bucket."""
+    return [next(iter(arrays.values()))[:0] if number is None else arrays[number] for number in numbers]
 
 
 def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator) -> bool:
@@ -280,7 +278,7 @@ def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator)
     moving = {name for number, bucket in enumerate(buckets) if number not in mine for name in pending(bucket.state)}
     names = {name for text in inside.control.gather(json.dumps(sorted(moving))) for name in json.loads(text)}
     for name in sorted(names):
-        arrays = [state_array(bucket.state, name, bucket.gradient) for bucket in buckets]
+        arrays = {k: state_array(bucket.state, name, bucket.gradient) for k, bucket in enumerate(buckets)}
         for numbers in rounds(shares):
             sum_inside(of_round(arrays, numbers), inside)
         inside.wait()

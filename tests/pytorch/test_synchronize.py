@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from gloo_launch import run_torch
 
+from tiers import by_size
+
 torch = pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
 import ddp_cases  # noqa: E402
 import pass_cases  # noqa: E402
@@ -17,19 +19,13 @@ from distopt.compress import ErrorFeedback, Packed, TopK  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-SIZES = {1: (), 2: (), 3: (), 4: pytest.mark.full}  # ranks, and marks
-
-
 @pytest.fixture(scope="module")
 def ranks_of(tmp_path_factory):
     """Runs all cases, once for each number of ranks."""
     return functools.cache(lambda size: run_torch(size, sync_cases.run_all, tmp_path_factory.mktemp("r"), timeout=300))
 
 
-@pytest.mark.parametrize(
-    ("size", "name"),
-    [pytest.param(n, name, marks=marks) for n, marks in SIZES.items() for name in sync_cases.cases_of(n)],
-)
+@pytest.mark.parametrize(("size", "name"), by_size(sync_cases.cases_of, [1, 2, 3], full=[4]))
 def test_synchronize(ranks_of, size, name):
     for rank in ranks_of(size):
         assert not str(rank[name]), str(rank[name])

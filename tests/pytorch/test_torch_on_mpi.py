@@ -8,6 +8,7 @@ import pytest
 from gloo_launch import run_torch
 
 import launch
+from tiers import by_size
 
 pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
 import mpi_ranks
@@ -15,7 +16,6 @@ import pass_cases
 import sync_cases
 
 pytestmark = [pytest.mark.torch, pytest.mark.mpi]
-SIZES = {2: (), 3: pytest.mark.full}  # ranks, and marks
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,7 @@ def ranks_of(tmp_path_factory):
     return functools.cache(ranks)
 
 
-@pytest.mark.parametrize(
-    ("size", "name"),
-    [pytest.param(n, name, marks=marks) for n, marks in SIZES.items() for name in sync_cases.cases_of(n)],
-)
+@pytest.mark.parametrize(("size", "name"), by_size(sync_cases.cases_of, [2], full=[3]))
 def test_synchronize_on_mpi(ranks_of, size, name):
     for rank in ranks_of(size):
         assert not str(rank[name]), str(rank[name])
