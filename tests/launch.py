@@ -52,7 +52,10 @@ def finish(command, timeout, **options):
         output, _ = job.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         end([job], 5)  # with the ranks in sessions of their own, of which whoever is left would hold the pipe
-        output, _ = job.communicate()
+        try:
+            output, _ = job.communicate(timeout=5)
+        except subprocess.TimeoutExpired as still_open:  # by a process that no longer has an ancestor among these
+            output = (still_open.output or b"").decode()
         pytest.fail(f"{command} did not end within {timeout} s:\n{output}")
     return job.returncode, output
 

@@ -44,13 +44,15 @@ T = TypeVar("T")
 class Attempt:
     """A step on its way: what this rank has prepared of it, before all ranks vote."""
 
-    __slots__ = ("compressor", "error", "reducer", "spec")
+    __slots__ = ("compressor", "error", "reducer", "spec", "undo")
 
     def __init__(self, spec: StepSpec):
         self.spec = spec
         self.compressor: Compressor = Dense()
         self.reducer: Reducer | None = None
         self.error: Exception | None = None
+        # Puts back what buckets that have left before the vote have changed of what outlives the step.
+        self.undo: Undo | None = None
 
 
 class Engine:
@@ -109,6 +111,8 @@ class Engine:
         # In backward: buckets leave while a loss yields its gradients.
         self.closed = self.in_backward = False
         self._background = Background() if comm.gpu is None else Inline()
+        # Its memory is used again by every step.
+        self._early = Undo()
         self.reducers = (
             make_reducers(self)
             if make_reducers
@@ -147,12 +151,17 @@ class Engine:
 
     def voted(self, prepare: Callable[..., Attempt], *arguments: Any) -> Attempt | None:
         """Prepare a step and vote on it; None if all ranks skip it, as it is not finite on some.  Collective."""
+        self._early.forget()
         try:
             attempt = prepare(*arguments)
-            return attempt if self.vote(attempt) else None
+            accepted = self.vote(attempt)
         except BaseException:
+            self._early.undo()
             self.store.mark_stream_of_failure()
             raise
+        if not accepted:
+            self._early.undo()
+        return attempt if accepted else None
 
     def step_alone(self, loss: Loss, spec: StepSpec) -> bool:
         """Make one step as ``step`` does, on a communicator of this rank alone, whose own gradients are the sums."""
@@ -237,7 +246,7 @@ class Engine:
                 attempt.spec = spec = self.reducers.settled(compressor, asked)
             if compressor.traits.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
-            phases = None if compressor.traits.summable else self.reducers.two_phases(compressor, spec)
+            phases = self.reducers.two_phases(compressor, spec)
             if spec.exchange == "nodes":
                 self.reducers.by_nodes(compressor, spec)
             if self.declare(spec.describe(compressor, phases is not None)):
@@ -285,15 +294,22 @@ class Engine:
                 if not attempt.reducer:
                     # Otherwise they were sent, and another rank may read them by now, but nobody uses that.
                     store.bring_nothing(self.missing_everywhere)
-            if not self.nonfinite.accepts(describe([r.nonfinite for r in reports], self.missing_everywhere)):
+            # What has left with infinities may have spread them.
+            unsent = () if attempt.undo else self.missing_everywhere
+            if not self.nonfinite.accepts(describe([r.nonfinite for r in reports], unsent)):
                 return False
             attempt.spec, spec = self._leave_alone(spec, missing_of)
+            if attempt.undo and attempt.spec.only is not None:
+                # As ``KeepStates`` does; other entries have had their places.
+                unchanged = store.collector.order.keys() - set(attempt.spec.only)
+                for bucket in store.buckets:
+                    attempt.undo.undo_parts(bucket.state, functools.partial(bucket.views_of, unchanged))
         else:
             self.accumulator.missing = 0
-        self.go_on(attempt.compressor, spec, doubted)
+        self.go_on(attempt.compressor, spec, doubted, attempt.undo)
         return True
 
-    def go_on(self, compressor: Compressor, spec: StepSpec, doubted: bool) -> None:
+    def go_on(self, compressor: Compressor, spec: StepSpec, doubted: bool, undo: Undo | None = None) -> None:
         """Go on with a step that all ranks make; ``doubted``: on some rank sums may overflow.  Collective."""
         store, progress = self.store, self.progress
         if store.apart_due:
@@ -307,7 +323,7 @@ class Engine:
             # A GPU may refuse the step later, or captures it and makes it then.
             progress.snapshot()
         self.compressor, self.spec = compressor, spec
-        store.check.begin(doubted, compressor.traits.stateful)
+        store.check.begin(doubted, compressor.traits.stateful, undo)
 
     def _leave_alone(self, spec: StepSpec, missing: Sequence[int]) -> tuple[StepSpec, StepSpec]:
         """Leave the parameters alone that no rank has a gradient of; return what is exchanged, and what updated."""
@@ -523,12 +539,19 @@ class Engine:
     def _begin_overlap(self, attempt: Attempt) -> Overlap:
         """Begin to reduce buckets as their gradients come; the vote on the step follows the last one."""
         compressor, spec, progress = attempt.compressor, attempt.spec, self.progress
-        if self.declare(spec.describe(compressor)):
+        if self.declare(spec.describe(compressor, self.reducers.two_phases(compressor, spec) is not None)):
             self.store.check_sizes(compressor)
         attempt.reducer, self.in_backward = Unreduced(self.store, compressor), True
-        # On a communicator that a loss does not use.
-        reducer = self.reducers.overlapped(compressor, spec, self.comm.duplicate())
+        reducer = self.reducers.overlapped(compressor, spec, self._early)
         scale = 1.0 / self.nonfinite.policy.divisor
+        if compressor.traits.stateful:
+            attempt.undo = self._early
+            if self.undo:
+                self.undo.on_undo(self._early.undo)
+        if compressor.traits.has_hooks:
+            # It reads them, and parameters, from the tables of the buckets.
+            self.store.point_to_parameters()
+            self.optimizer.multiply(self.store.buckets)
 
         def agree() -> None:
             self.agree(f"the start of {progress.name}", progress.calls + (1 << 30))

@@ -19,7 +19,7 @@ from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.base import payload_nbytes
 from distopt.compress.context import Senders
-from distopt.compress.state import OWED, pending, prefixed, settle
+from distopt.compress.state import OWED, State, pending, prefixed, settle
 from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
@@ -154,7 +154,10 @@ class CollectiveReducer(Unreduced):
 
 
 class TwoPhaseReducer(Unreduced):
-    """Reduce all buckets together: owners of shards add up what the ranks send, and send the sums."""
+    """Reduce buckets by owners of shards, which add up what the ranks send, and send the sums."""
+
+    # All buckets have their shards, and their messages, together.  With `by_bucket`, which changes no bit of a
+    # compressor that has the trait ``of_sums``, each has its own, and need not wait for the others.
 
     def __init__(
         self,
@@ -165,22 +168,30 @@ class TwoPhaseReducer(Unreduced):
         owned: Owned,
         bounds: ShardBounds,
         otherwise: CollectiveReducer,
+        by_bucket: bool,
     ):
         # otherwise: takes the buckets that are no part of the two phases.
         super().__init__(step_context.store, compressor)
         self._phases, self._compressor, self._comm, self._step_context = phases, compressor, comm, step_context
-        self._owned, self._bounds, self._otherwise = owned, bounds, otherwise
+        self._owned, self._bounds, self._otherwise, self._by_bucket = owned, bounds, otherwise, by_bucket
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         with self._step_context.counted_entries(self._compressor, arrays):
-            self.exchange(list(zip(self._store.buckets, arrays, strict=True)))
-        return map(unsharded, arrays)
+            yield from self.stream(zip(self._store.buckets, arrays, strict=True))
 
-    def exchange(self, buckets: Sequence[tuple[Bucket, np.ndarray]]) -> None:
-        """Replace the arrays of these buckets, which ``phases`` was chosen for, by their sums.  Collective."""
+    def stream(self, buckets: Stream) -> Iterator[Reduced]:
+        """Yield the sum over ranks of each bucket, as they come; all at the end unless ``by_bucket``.  Collective."""
+        numbered = enumerate(filter(None, buckets))
+        for part in ([pair] for pair in numbered) if self._by_bucket else [list(numbered)]:
+            if together := [pair for k, pair in part if k in self._phases.buckets]:
+                self._exchange(together)
+            if alone := [pair for k, pair in part if k not in self._phases.buckets]:
+                self._otherwise.exchange(alone)
+            yield from (unsharded(x) for _, (_, x) in part)
+
+    def _exchange(self, together: Sequence[tuple[Bucket, np.ndarray]]) -> None:
+        """Replace the arrays of these buckets by their sums, in the same messages.  Collective."""
         compressor, step, comm = self._compressor, self._step_context, self._comm
-        together = [buckets[k] for k in self._phases.buckets]
-        alone = [pair for k, pair in enumerate(buckets) if k not in self._phases.buckets]
         text = repr(compressor) if comm.gpu is not None and compressor.traits.recordable else ""
         travelling = [step.travelling_bucket(bucket, x, comm, compressor, text) for bucket, x in together]
         if compressor.traits.has_hooks:
@@ -196,14 +207,6 @@ class TwoPhaseReducer(Unreduced):
             with comm.on_comm_stream():
                 for x, state, context, _ in travelling:
                     compressor.finish(x, state, context)
-        if alone:
-            self._otherwise.exchange(alone)
-
-    def stream(self, buckets: Stream) -> Iterator[Reduced]:
-        """Yield the sums of buckets when all have come.  Collective."""
-        pairs = [pair for pair in buckets if pair]
-        self.exchange(pairs)
-        return (unsharded(x) for _, x in pairs)
 
 
 class NodeReducer(Unreduced):
@@ -218,9 +221,12 @@ class NodeReducer(Unreduced):
         nodes: Nodes,
         step_context: "StepContext",
         between: CollectiveReducer | TwoPhaseReducer,
+        together: bool,
     ):
+        # together: all buckets of a rank are exchanged at once.
         super().__init__(step_context.store, plan.compressor)
         self._plan, self._nodes, self._step_context, self._between = plan, nodes, step_context, between
+        self._together = together
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         return self.stream(zip(self._store.buckets, arrays, strict=True))
@@ -268,12 +274,12 @@ class NodeReducer(Unreduced):
                     sum_inside(arrays, inside)
                 inside.wait()
                 under_way.append((pairs, arrays))
-                if len(under_way) > UNDER_WAY and not plan.together:
+                if len(under_way) > UNDER_WAY and not self._together:
                     finish_round()
                 yield from (pair for pair in pairs if pair[0].number in mine)
                 pairs, numbers = [], next(turns, ())
 
-        own = iter(list(sums())) if plan.together else sums()
+        own = iter(list(sums())) if self._together else sums()
         with step.counted_entries(plan.compressor, [x for pairs, _ in under_way for _, x in pairs]):
             for _ in self._between.stream(own):
                 while finished:
@@ -364,10 +370,42 @@ class KeepStates(Reducer):
                 device.clear(place)
 
     def _places(self, bucket: Bucket, flats: Iterable[np.ndarray]) -> list[np.ndarray]:
-        return [place for flat in flats for name, place in bucket.views(flat).items() if name in self._names]
+        return [place for flat in flats for place in bucket.views_of(self._names, flat)]
 
     def nonfinite(self, sums: list[Reduced]) -> str:
         return self._reducer.nonfinite(sums)
+
+
+class EarlyStates:
+    """Reduce as another reducer does, before the vote on the step, which may put back what outlives it."""
+
+    def __init__(
+        self, reducer: CollectiveReducer | TwoPhaseReducer | NodeReducer, undo: Undo, begin: Callable[[], float]
+    ):
+        # begin: is called when ranks have agreed to begin, and returns the weight of ``WeighStates``.
+        self._reducer, self._undo, self._begin = reducer, undo, begin
+
+    def stream(self, buckets: Stream) -> Iterator[Reduced]:
+        """Yield the sum over ranks of each bucket, as they come.  Collective."""
+        weight, states = self._begin(), list[State]()
+
+        def kept() -> Iterator[tuple[Bucket, np.ndarray] | None]:
+            for pair in buckets:
+                if pair:
+                    states.append(pair[0].state)
+                    self._undo.keep_state(states[-1])
+                    weigh(states[-1], weight)
+                yield pair
+
+        yield from self._reducer.stream(kept())
+        for state in states:
+            weigh(state, 1 / weight)
+
+
+def weigh(state: State, factor: float) -> None:
+    """Multiply what waits to be sent."""
+    for x in pending(state).values() if factor != 1 else ():
+        kernels.scale(x, factor)
 
 
 class WeighStates(Reducer):
@@ -381,15 +419,12 @@ class WeighStates(Reducer):
         self._reducer, self._comm, self._store, self._weight = reducer, comm, store, weight
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
-        self._scale(self._weight)
+        for bucket in self._store.buckets:
+            weigh(bucket.state, self._weight)
         yield from self._reducer.reduce(arrays)
         self._comm.wait()
-        self._scale(1 / self._weight)
-
-    def _scale(self, factor: float) -> None:
         for bucket in self._store.buckets:
-            for x in pending(bucket.state).values():
-                kernels.scale(x, factor)
+            weigh(bucket.state, 1 / self._weight)
 
     def nonfinite(self, sums: list[Reduced]) -> str:
         return self._reducer.nonfinite(sums)
@@ -435,7 +470,9 @@ class StepContext:
     @property
     def divisor(self) -> float:
         """The number that divides the sums over ranks, to make means of them."""
-        return self._accumulator.num_gradients if self._divisor is None else self._divisor
+        accumulator = self._accumulator
+        # Buckets that leave before the vote are of no call that was counted.
+        return (accumulator.num_gradients or accumulator.brought) if self._divisor is None else self._divisor
 
     @property
     def payloads_wanted(self) -> bool:
@@ -567,7 +604,7 @@ class Reducers:
         return spec._replace(exchange="nodes") if self._settled[3] else spec
 
     def may_overlap(self, compressor: Compressor, spec: StepSpec, threshold: int) -> bool:
-        """Tell if buckets may leave before the vote: they are the last step's, and nothing outlives the step."""
+        """Tell if buckets may leave before the vote: they are the last step's, and can leave one by one."""
         store = self._step_context.store
         if (
             not (self.overlap and spec.reduced and self._accumulator.num_batches == 1)
@@ -576,21 +613,48 @@ class Reducers:
             return False
         if not store.started or store.stale or threshold != store.threshold:
             return False
-        if compressor.traits.stateful or (compressor.traits.bounded and store.capacity is not None):
+        if self._comm.gpu is not None and (compressor.traits.stateful or compressor.traits.bounded):
             return False
         if plan := self.by_nodes(compressor, spec):
             # A GPU enqueues bucket by bucket; and nodes are made where all ranks have agreed to make them.
-            return not plan.together and self._comm.gpu is None and self._beside is self._comm.duplicate()
-        return not self.two_phases(compressor, spec)
+            beside = self._comm.gpu is None and self._beside is self._comm.duplicate()
+            return beside and not self._together(plan)
+        return not self.two_phases(compressor, spec) or self._by_bucket(compressor)
 
     def overlapped(
-        self, compressor: Compressor, spec: StepSpec, beside: Communicator
-    ) -> CollectiveReducer | NodeReducer:
-        """Return the reducer of buckets that leave before the vote, over a communicator that nothing else uses."""
-        plan = self.by_nodes(compressor, spec)
+        self, compressor: Compressor, spec: StepSpec, undo: Undo
+    ) -> CollectiveReducer | TwoPhaseReducer | NodeReducer | EarlyStates:
+        """Return the reducer of buckets that leave before the vote; ``undo``: puts back what outlives the step."""
+        # Over a communicator that a loss does not use.
+        beside, plan = self._comm.duplicate(), self.by_nodes(compressor, spec)
+        reducer: CollectiveReducer | TwoPhaseReducer | NodeReducer
         if plan is None:
-            return CollectiveReducer(compressor, spec, beside, self._step_context)
-        return self._of_nodes(plan, spec, nodes_of(beside))
+            reducer = self._exchange(self.two_phases(compressor, spec), compressor, spec, beside, self.bounds)
+        else:
+            reducer = self._of_nodes(plan, spec, nodes_of(beside))
+        if not compressor.traits.stateful:
+            return reducer
+
+        def begin() -> float:
+            if plan:
+                self._move_states(plan, nodes_of(beside))
+            weighs = spec.divisor is None and spec.over == "ranks"
+            return self._accumulator.brought / self._comm.size if weighs else 1.0
+
+        return EarlyStates(reducer, undo, begin)
+
+    def _by_bucket(self, compressor: Compressor) -> bool:
+        """Tell if an exchange in two phases is one of each bucket, which may leave before the others."""
+        # Other shards have the same codes, unless these are rounded at random.
+        same = compressor.traits.of_sums and not compressor.traits.changes_with_step
+        return self.overlap and same and self._comm.gpu is None
+
+    def _together(self, plan: NodeExchange) -> bool:
+        """Tell if all buckets of a rank are exchanged between nodes at once."""
+        if plan.compressor.traits.bounded and self._comm.gpu is not None:
+            # Entries are counted before.
+            return True
+        return any(plan.phases) and not self._by_bucket(plan.compressor)
 
     def within_budget(self, compressor: Compressor, spec: StepSpec, k: int) -> Compressor:
         """Return a compressor at the density of which update k sends no more bytes than it may."""
@@ -675,10 +739,8 @@ class Reducers:
             reducer = SharedMemoryReducer(self._comm, step, check_finite, vote, self._everywhere, unchanged)
         elif plan := self.by_nodes(compressor, spec):
             nodes = nodes_of(self._comm)
-            # States must lie where the exchange needs them.
-            if compressor.traits.stateful and move_states(list(store.buckets), plan.shares, nodes.inside):
-                # There may be debts of what a rank does not own.
-                self._owned.clear()
+            if compressor.traits.stateful:
+                self._move_states(plan, nodes)
             reducer = self._of_nodes(plan, spec, nodes)
             if self.overlap and self._comm.gpu is None:
                 self._beside = self._comm.duplicate()
@@ -698,12 +760,18 @@ class Reducers:
             reducer = reducer if weight == 1 else WeighStates(reducer, self._comm, store, weight)
         return KeepStates(reducer, compressor, self._comm, store, unchanged) if unchanged else reducer
 
+    def _move_states(self, plan: NodeExchange, nodes: Nodes) -> None:
+        """Have states where an exchange by nodes needs them.  Collective."""
+        if move_states(list(self._step_context.store.buckets), plan.shares, nodes.inside):
+            # There may be debts of what a rank does not own.
+            self._owned.clear()
+
     def _of_nodes(self, plan: NodeExchange, spec: StepSpec, nodes: Nodes) -> NodeReducer:
         """Return the reducer of an exchange by nodes."""
         # Bounds of this step alone, so that they never move.
         phases, even = plan.phases[nodes.inside.rank], ShardBounds()
         between = self._exchange(phases, plan.compressor, spec, nodes.between, even)
-        return NodeReducer(plan, nodes, self._step_context, between)
+        return NodeReducer(plan, nodes, self._step_context, between, self._together(plan))
 
     def _exchange(
         self,
@@ -717,4 +785,5 @@ class Reducers:
         collective = CollectiveReducer(compressor, spec, comm, self._step_context)
         if phases is None:
             return collective
-        return TwoPhaseReducer(phases, compressor, comm, self._step_context, self._owned, bounds, collective)
+        alone = self._by_bucket(compressor)
+        return TwoPhaseReducer(phases, compressor, comm, self._step_context, self._owned, bounds, collective, alone)
