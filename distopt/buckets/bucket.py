@@ -1,7 +1,7 @@
 """The memory of a plan: a flat gradient for each bucket, and the state that outlives a step beside it."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -114,6 +114,10 @@ class Bucket:
     def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """Return the members' parts of a flat array of this bucket, by name, in their shapes."""
         return {name: self.gradients.view(flat, row) for row, name in enumerate(self.spec.names)}
+
+    def views_of(self, names: Container[str], flat: np.ndarray) -> list[np.ndarray]:
+        """Return these members' parts of a flat array of this bucket."""
+        return [view for name, view in self.views(flat).items() if name in names]
 
     def state_array(self, state: str) -> np.ndarray:
         """Return a flat array that outlives the step, zeros at first."""

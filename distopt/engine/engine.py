@@ -151,17 +151,17 @@ class Engine:
 
     def voted(self, prepare: Callable[..., Attempt], *arguments: Any) -> Attempt | None:
         """Prepare a step and vote on it; None if all ranks skip it, as it is not finite on some.  Collective."""
-        self._early.forget()
         try:
-            attempt = prepare(*arguments)
-            accepted = self.vote(attempt)
+            attempt, accepted = prepare(*arguments), False
+            try:
+                accepted = self.vote(attempt)
+            finally:
+                if attempt.undo and not accepted:
+                    attempt.undo.undo()
+            return attempt if accepted else None
         except BaseException:
-            self._early.undo()
             self.store.mark_stream_of_failure()
             raise
-        if not accepted:
-            self._early.undo()
-        return attempt if accepted else None
 
     def step_alone(self, loss: Loss, spec: StepSpec) -> bool:
         """Make one step as ``step`` does, on a communicator of this rank alone, whose own gradients are the sums."""
@@ -246,7 +246,7 @@ class Engine:
                 attempt.spec = spec = self.reducers.settled(compressor, asked)
             if compressor.traits.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
-            phases = self.reducers.two_phases(compressor, spec)
+            phases = None if compressor.traits.summable else self.reducers.two_phases(compressor, spec)
             if spec.exchange == "nodes":
                 self.reducers.by_nodes(compressor, spec)
             if self.declare(spec.describe(compressor, phases is not None)):
@@ -546,6 +546,7 @@ class Engine:
         scale = 1.0 / self.nonfinite.policy.divisor
         if compressor.traits.stateful:
             attempt.undo = self._early
+            self._early.forget()
             if self.undo:
                 self.undo.on_undo(self._early.undo)
         if compressor.traits.has_hooks:

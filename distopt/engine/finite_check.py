@@ -38,9 +38,9 @@ class NoCheck:
         """Whether finite gradients of this rank may have a sum that is not finite."""
         return False
 
-    def begin(self, doubted: bool, stateful: bool) -> None:
+    def begin(self, doubted: bool, stateful: bool, undo: Undo | None) -> None:
         """Prepare for the reduction of packed gradients; ``doubted``: on some rank their sums may not be finite."""
-        # stateful: the compressor changes what outlives the step.
+        # stateful: the compressor changes what outlives the step; undo: it has done so, and this puts it back.
 
     def nonfinite_sums(self, sums: Iterable[Reduced], may_overflow: bool) -> str:
         """Describe what is not finite in sums over ranks; '' if all is.  All ranks have the same bits, and text."""
@@ -101,11 +101,11 @@ class HostCheck(NoCheck):
             or any(map(operator.attrgetter("near_overflow"), self._buckets))
         )
 
-    def begin(self, doubted: bool, stateful: bool) -> None:
+    def begin(self, doubted: bool, stateful: bool, undo: Undo | None) -> None:
         """Keep a copy of what outlives the step, if the sums are in doubt."""
         self.doubted |= doubted
-        self._undo = None
-        if self.doubted and stateful:
+        self._undo = undo if self.doubted else None
+        if self.doubted and stateful and undo is None:
             self._undo = Undo()
             for bucket in self._buckets:
                 self._undo.keep_state(bucket.state)
@@ -152,7 +152,7 @@ class DeviceFlag(NoCheck):
         self.skip_flag = buckets.bad[-1:]
         self._readback = AsyncReadback(1)
 
-    def begin(self, doubted: bool, stateful: bool) -> None:
+    def begin(self, doubted: bool, stateful: bool, undo: Undo | None) -> None:
         """Sum the counts over members and ranks."""
         with self._comm.on_comm_stream():
             kernels.sum_counts(self._counts[:-1], self.skip_flag)

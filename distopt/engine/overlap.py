@@ -9,7 +9,7 @@ from distopt.buckets import Bucket, BucketSet
 from distopt.comm import Communicator
 from distopt.engine.background import Background, Inline
 from distopt.engine.bucket_store import BucketStore
-from distopt.engine.reducers import CollectiveReducer, NodeReducer
+from distopt.engine.reducers import CollectiveReducer, EarlyStates, NodeReducer, TwoPhaseReducer
 
 # Seconds between two looks at an exchange, while gradients are being computed: fewer take a core away from them, more
 # let the network idle (1 Gbit/s: 77 to 100 % of what can be hidden is, with either MPI).
@@ -28,7 +28,7 @@ class Overlap:
         comm: Communicator,
         store: BucketStore,
         buckets: BucketSet,
-        reducer: CollectiveReducer | NodeReducer,
+        reducer: CollectiveReducer | TwoPhaseReducer | NodeReducer | EarlyStates,
         agree: Callable[[], object],
         pack: Callable[[Bucket], None],
     ):

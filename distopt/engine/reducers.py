@@ -187,7 +187,7 @@ class TwoPhaseReducer(Unreduced):
                 self._exchange(together)
             if alone := [pair for k, pair in part if k not in self._phases.buckets]:
                 self._otherwise.exchange(alone)
-            yield from (unsharded(x) for _, (_, x) in part)
+            yield from map(unsharded, [x for _, (_, x) in part])
 
     def _exchange(self, together: Sequence[tuple[Bucket, np.ndarray]]) -> None:
         """Replace the arrays of these buckets by their sums, in the same messages.  Collective."""

@@ -1,6 +1,6 @@
 """What is about to change, so that it can be put back: a rollback journal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,17 @@ class Undo:
             state.update(arrays)
         for place, array in self._arrays.items():
             device.copy(array, self._copies[place])
+
+    def undo_parts(self, state: State, parts: Callable[[np.ndarray], Iterable[np.ndarray]]) -> None:
+        """Put back those parts of the arrays of a state that ``parts`` returns of an array of their size."""
+        before = next(arrays for kept, arrays in self._states if kept is state)
+        for name, array in before.items():
+            copy = self._copies[device.address(array), array.nbytes]
+            for place, was in zip(parts(state.setdefault(name, array)), parts(copy), strict=True):
+                device.copy(place, was)
+        for name in state.keys() - before.keys():
+            for place in parts(state[name]):
+                device.clear(place)
 
     def forget(self) -> None:
         """Begin anew: what has changed is to stay."""

@@ -51,11 +51,6 @@ class NodeExchange(NamedTuple):
     compressor: Compressor
     phases: Sequence[TwoPhase | None]
 
-    @property
-    def together(self) -> bool:
-        """Whether all buckets of a rank are exchanged at once: in two phases, or where entries are counted before."""
-        return any(self.phases) or self.compressor.traits.bounded
-
     def describe(self, plan: Sequence[BucketLayout], nodes: int, per_node: int) -> str:
         """Return a line on what it does.
 

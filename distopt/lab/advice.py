@@ -155,7 +155,7 @@ def advise(
         names: the modes, in the notation of ``mode``; by default ``DEFAULT``.
         backward: the seconds of a backward pass, in [0, 1e6].
         measure: returns the compute cost of a mode; None leaves out the time of compressing.
-        overlap: whether buckets of modes without state travel while the backward pass goes on.
+        overlap: whether buckets travel while the backward pass goes on, unless all have their messages together.
         check: raises ValueError for a mode to be left out; the reason is kept in ``Advice.refused``.
 
     Raises:

@@ -74,14 +74,6 @@ class Mode(NamedTuple):
         word = WORDS[kind or "dense"]
         return kind, _numbers(kind, word, text, self.name) if word.sparse and equals else word.numbers * word.sparse
 
-    @property
-    def overlaps_backward(self) -> bool:
-        """Whether buckets may travel during the backward pass.
-
-        Stateful compressors may not: a step that is refused would already have changed their state.
-        """
-        return not self.compressor.traits.stateful and self.windows.every == 1
-
 
 def mode(text: str) -> Mode:
     """Parse a compression mode: ``kind[=number][+option]...``.

@@ -45,7 +45,7 @@ class Question(NamedTuple):
         wire: the network, or a measured fit of one.
         backward: the seconds of a backward pass, until the last gradient is ready.
         computes: the measured compute cost by (kind of mode, density); 1 stands for a mode without a density.
-        overlap: whether buckets of modes without state travel while the backward pass goes on.
+        overlap: whether buckets travel while the backward pass goes on, unless all have their messages together.
         exchange: 'gather', 'two_phase' or 'auto', as of a step.
 
     Example:
@@ -91,7 +91,7 @@ class Question(NamedTuple):
         # [not sum(), which rounds otherwise than the loop below since Python 3.12: a mode that sends the same as dense
         # would be faster by one rounding]
         end = self.backward + float(np.cumsum([0.0, *bucket_seconds])[-1])
-        if self.overlap and mode.overlaps_backward and len(sent) == len(self.buckets):
+        if self.overlap and mode.windows.every == 1 and len(sent) == len(self.buckets):
             # each starts as soon as its gradients are ready, which come at an even pace, element by element
             total, ready, end = max(1, sum(sending.elements for sending in sent)), 0, 0.0
             for sending, seconds in zip(sent, bucket_seconds, strict=True):

@@ -136,7 +136,7 @@ class GradientExchange(Checkpointed):
         exchange: as of ``DistOpt.step``.
         break_even: as of ``DistOpt.step``.
         threshold: elements that fill a bucket.
-        overlap: as of ``DistOpt``, for compressors without a residual.
+        overlap: as of ``DistOpt``.
         ignored: names of a module's parameters and buffers that are left to it.
 
     Raises:

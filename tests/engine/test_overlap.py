@@ -8,9 +8,10 @@ import pytest
 
 import laws
 import tiers
-from distopt import DistOpt, run_ranks
+from distopt import DistOpt, Parameter, run_ranks
 from distopt.comm import Metered
 from distopt.comm.control import PeerLeft
+from distopt.compress import ErrorFeedback, Int8, TopK
 from distopt.optim import SGD
 from launch import distopt_run, needs_mpi, run_mpi
 
@@ -62,7 +63,7 @@ def stumbles(comm):
 
 
 def unusual(comm):
-    """Another order, arrays that must be copied, a mode that keeps residuals: the same bits as without overlap."""
+    """Another order, arrays that must be copied, another mode, another threshold: the same bits as without overlap."""
     found = []
     for overlap in (True, False):
         params, opt = laws.train(comm, 1, overlap=overlap, deterministic=True)
@@ -167,6 +168,121 @@ def anothers_view(comm):
     ):
         opt(zip(params, grads, strict=True))
     assert opt(loss(params, comm))
+
+
+REMEMBERS = [
+    "half with memory",
+    "int8",
+    "int8 in two phases",
+    "int4 in two phases",
+    "1bit",
+    "2bit",
+    "topk",
+    "threshold",
+]
+REMEMBERS += ["packed", "packed 2bit", "chunks", "dgc", "dgc by gather", "dgc in int8", "frequencies"]
+
+
+def remembers(comm, mode):
+    """Buckets of a compressor with a residual leave early too; what is refused afterwards has changed nothing.
+
+    A NaN of one rank, an exception of another one, and a sum that overflows, on the way; then the bits of parameters,
+    and of all that is kept, are those of no overlap.
+    """
+
+    def pairs_of(params, step, fault=None):
+        for k, (p, g) in enumerate(loss(params, comm, step)):
+            here = {"nan": comm.rank == 0, "raises": comm.rank == comm.size - 1}
+            if k == 6 and here.get(fault):
+                if fault == "raises":
+                    raise ValueError("no more data")
+                g = np.where(np.arange(g.size).reshape(g.shape) == 2, np.nan, g).astype(g.dtype)
+            yield p, np.full_like(g, 3e38) if k == 6 and fault == "overflows" else g
+
+    seen = []
+    for overlap in (False, True):
+        params, opt = laws.train(comm, 1, mode=mode, overlap=overlap, deterministic=True, nonfinite="skip")
+        for step, fault in enumerate(["nan", None, "raises", None, "overflows", None]):
+            early = []
+
+            def watched(step=step, fault=fault, params=params, opt=opt, early=early):
+                for pair in pairs_of(params, step, fault):
+                    early.append(opt.engine.in_backward)
+                    yield pair
+
+            if fault == "raises":
+                with pytest.raises(ValueError, match=f"rank {comm.size - 1}: no more data"):
+                    laws.MODES[mode](opt, watched())
+            else:
+                laws.MODES[mode](opt, watched())
+            assert any(early) == overlap
+        assert opt.skipped >= 1
+        seen.append((laws.digest(params), opt.state_dict()))
+    (expected, kept), (found, also_kept) = seen
+    assert found == expected
+    if "two phases" not in mode:  # whose owners are others where each bucket has shards of its own
+        laws.assert_equal_states(also_kept, kept)
+    laws.same_on_all_ranks(comm, found)
+
+
+@pytest.mark.parametrize("mode", REMEMBERS)
+@pytest.mark.parametrize("size", tiers.one_by_default(3, of=(2, 3)))
+def test_buckets_with_residuals_leave_early(mode, size):
+    run_ranks(size, lambda comm: remembers(comm, mode))
+
+
+def all_that_remember(comm):
+    for mode in REMEMBERS:
+        remembers(comm, mode)
+
+
+@needs_mpi
+def test_buckets_with_residuals_leave_early_on_mpi(tmp_path):
+    run_mpi(3, all_that_remember, tmp_path)
+
+
+def test_what_waits_for_a_parameter_without_a_gradient_stays():
+    """Its bucket has left when ranks learn that nobody has one; what was folded out of its residual comes back."""
+
+    def main(comm):
+        params = [Parameter(f"p{k}", np.zeros(50, np.float32)) for k in range(4)]
+        opt = DistOpt(SGD(1.0), comm, threshold=60, overlap=True, allow_missing=True)
+        top, total = ErrorFeedback(TopK(0.1)), np.zeros((4, 50))
+        for step in range(6):
+            grads = [comm.rank + 1 + np.arange(50, dtype=np.float32) % (k + step + 2) for k in range(4)]
+            used = [k for k in range(4) if step % 2 == 0 or k != 2]
+            for k in used:
+                total[k] += sum(rank + 1 + np.arange(50) % (k + step + 2) for rank in range(comm.size))
+            waits = {name: x.copy() for name, x in opt.state_dict()["states"].get("residual", {}).items()}
+            before = params[2].data.copy()
+            opt.step(((params[k], grads[k]) for k in used), top)
+            if step % 2:
+                assert (params[2].data == before).all()
+                np.testing.assert_array_equal(opt.state_dict()["states"]["residual"]["p2"], waits["p2"])
+        kept = opt.state_dict()["states"]["residual"]
+        return [p.data for p in params], kept, total
+
+    ranks = run_ranks(3, main)
+    for k in range(4):
+        waiting = sum(kept[f"p{k}"].astype(float) for _, kept, _ in ranks)
+        np.testing.assert_allclose(waiting - 3.0 * ranks[0][0][k], ranks[0][2][k], atol=1e-3)
+
+
+def test_what_waits_is_weighed_where_a_rank_has_joined():
+    """Its residual is a part of means over all ranks still, whether buckets leave early or not."""
+
+    def main(comm):
+        seen = []
+        for overlap in (False, True):
+            params, opt = laws.train(comm, 0, overlap=overlap, deterministic=True)
+            for step in range(2 + comm.rank):
+                opt.step(loss(params, comm, step), ErrorFeedback(Int8()))
+            opt.join()
+            seen.append((laws.digest(params), opt.state_dict()))
+        assert seen[0][0] == seen[1][0]
+        laws.assert_equal_states(seen[1][1], seen[0][1])
+
+    run_ranks(3, main)
 
 
 CASES = [busy, verb_in_a_loss, no_pairs, anothers_view, travels_early, stumbles, unusual, differs, not_finite]

@@ -77,7 +77,6 @@ def test_modes_with_local_steps_have_kinds_and_densities():
     assert chosen.at_density(0.5).name == "local=50+topk=0.5+packed:2bit"
     assert mode("local=30+chunks").kind == "local=30+chunks/4096"
     assert mode("local=30+chunks").at_density(0.5).name == "local=30+chunks=2048/4096"
-    assert not mode("local=2").overlaps_backward
     assert [m.windows.every for m in modes("dense,local=10,local=50/5+half")] == [1, 10, 50]
 
 
