@@ -4,10 +4,10 @@ ResNet-50 on two hosts in network namespaces (benchmarks/namespaces.py: needs ro
 turn.  All cases, MPI's and gloo's, are of the same processes, and those of a family, as many as there is memory for,
 take turns; so the exchanges of a compressor do: a gather, two phases, and, with several ranks on a host, nodes, which
 add up inside of a host first.  Everything is launched twice.  Gradients lie ready: what is timed is exchange and update
-(SGD with momentum, which with DGC is the compressor's), and with torch a backward that has nothing to compute; but for
-two cases, in which a backward computes for as long as the line takes at 1 Gbit/s, and buckets travel meanwhile or
-afterwards.  The anchor is the formula: the bytes of a dense all-reduce between the hosts, with 4.5 % for headers.  With
-more ranks than cores, half of what takes milliseconds is waiting for the core.
+(SGD with momentum, which with DGC is the compressor's), and with torch a backward that has nothing to compute
+(benchmarks/backward.py has those that take their time).  The anchor is the formula: the bytes of a dense all-reduce
+between the hosts, with 4.5 % for headers.  With more ranks than cores, half of what takes milliseconds is waiting for
+the core.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import gc
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -71,32 +70,6 @@ def distopt_step(compressor, grads, exchange="gather"):
             view[...] = g
 
     return lambda: opt.step(pairs, compressor, exchange=exchange), write
-
-
-def computing_step(grads, overlap):
-    """A dense step whose gradients take as long to compute as the line takes at 1 Gbit/s; and what writes them."""
-    params = [distopt.Parameter(name, np.zeros_like(g)) for name, g in grads.items()]
-    opt = distopt.DistOpt(SGD(0.1, momentum=0.9), overlap=overlap)
-    views = opt.gradient_views(params)
-    a, b, total = np.ones((256, 256), np.float32), np.ones((256, 256), np.float32), sum(g.size for g in grads.values())
-    begin = time.perf_counter()
-    for _ in range(100):
-        a @ b
-    wanted = floor("1gbit") * 100 / (time.perf_counter() - begin)  # products
-
-    def backward():
-        done = 0.0
-        for pair in zip(params, views, strict=True):
-            before, done = done, done + wanted * pair[1].size / total
-            for _ in range(int(done) - int(before)):
-                a @ b
-            yield pair
-
-    def write():
-        for view, g in zip(views, grads.values(), strict=True):
-            view[...] = g
-
-    return lambda: opt(backward()), write
 
 
 def ddp_cases(world, grads):
@@ -154,15 +127,6 @@ def families(world, grads):
     return [plain, *several, lambda: ddp_cases(world, grads)]
 
 
-def computing(grads):
-    """Steps that compute, too."""
-    names = {"off": False, "on": True}
-    return {
-        f"distopt, dense, computing as long, overlap {name}": computing_step(grads, overlap)
-        for name, overlap in names.items()
-    }
-
-
 def take_turns(cases, rates):
     """{rate: {case: seconds, round by round}} of the slowest rank."""
     from mpi4py import MPI
@@ -195,15 +159,10 @@ def measure(rates, file):
     world, grads = distopt.world(), gradients()
     times = {rate: {} for rate in rates}
 
-    def add(cases, rates):
-        for rate, found in take_turns(cases, rates).items():
-            times[rate] |= found
-
     for make in families(world, grads):
-        add(make(), rates)
+        for rate, found in take_turns(make(), rates).items():
+            times[rate] |= found
         gc.collect()
-    if world.size == 2:
-        add(computing(grads), [rate for rate in rates if is_fast(rate)])
     if world.rank == 0:
         Path(file).write_text(json.dumps([brand(), times]))
 
