@@ -716,16 +716,16 @@ class Reducers:
         if not spec.reduced or self._step_context.store.buckets_if_any is None:
             return ""
         spec = self.settled(compressor, spec) if spec.exchange == "nodes" else spec
-        nodes = self.by_nodes(compressor, spec)
+        nodes, by_bucket = self.by_nodes(compressor, spec), self._by_bucket(compressor)
         if nodes:
             groups = node_ranks(self._comm.hosts)
             plan = [bucket.gradients for bucket in self._step_context.store.buckets]
-            return nodes.describe(plan, len(groups), len(groups[0]))
+            return nodes.describe(plan, len(groups), len(groups[0]), by_bucket)
         if compressor.traits.summable:
             return ""
         phases = self.two_phases(compressor, spec)
         plan = [bucket.gradients for bucket in self._step_context.store.buckets]
-        return phases.describe(plan, self._comm.size, self.bounds.starts) if phases else "gather"
+        return phases.describe(plan, self._comm.size, self.bounds.starts, by_bucket) if phases else "gather"
 
     def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
         """Return the reducer of a step whose buckets have not left before the vote.  Collective by nodes."""

@@ -27,13 +27,14 @@ class TwoPhase(NamedTuple):
     buckets: tuple[int, ...]
     members: tuple[BucketLayout, ...]
 
-    def describe(self, plan: Sequence[BucketLayout], ranks: int, starts: Starts = ()) -> str:
+    def describe(self, plan: Sequence[BucketLayout], ranks: int, starts: Starts = (), by_bucket: bool = False) -> str:
         """Return a line on what it does.
 
         Args:
             plan: the layout of each bucket.
             ranks: their number.
             starts: where shards begin; () for shards of as many elements.
+            by_bucket: each bucket has shards of its own.
 
         Example:
             >>> import numpy as np
@@ -42,10 +43,12 @@ class TwoPhase(NamedTuple):
             >>> two_phases("auto", TopK(0.01), plan, 8).describe(plan, 8)
             'two-phase, 8 shards of 124,992 to 125,056 elements'
         """
-        sizes = cut_for(self.codec, self.members, ranks, starts).sizes
+        together = [[members] for members in self.members] if by_bucket else [self.members]
+        sizes = [n for members in together for n in cut_for(self.codec, members, ranks, starts).sizes]
         alone = len(plan) - len(self.buckets)
         others = f"; {alone} of {len(plan)} buckets one by one" if alone else ""
-        return f"two-phase, {ranks} shards of {min(sizes):,} to {max(sizes):,} elements{self.codec.traits.note}{others}"
+        shards = f"{ranks} shards{' of each bucket' * by_bucket} of {min(sizes):,} to {max(sizes):,} elements"
+        return f"two-phase, {shards}{self.codec.traits.note}{others}"
 
 
 def two_phases(

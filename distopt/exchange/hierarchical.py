@@ -51,13 +51,14 @@ class NodeExchange(NamedTuple):
     compressor: Compressor
     phases: Sequence[TwoPhase | None]
 
-    def describe(self, plan: Sequence[BucketLayout], nodes: int, per_node: int) -> str:
+    def describe(self, plan: Sequence[BucketLayout], nodes: int, per_node: int, by_bucket: bool = False) -> str:
         """Return a line on what it does.
 
         Args:
             plan: the layout of each bucket.
             nodes: their number.
             per_node: ranks of a node.
+            by_bucket: in two phases each bucket has shards of its own.
 
         Example:
             >>> import numpy as np
@@ -69,7 +70,7 @@ class NodeExchange(NamedTuple):
         phases, share = self.phases[0], self.shares[0]
         between = "all-reduce" if self.compressor.traits.summable else "gather"
         if phases:
-            between = phases.describe([plan[k] for k in share], nodes)
+            between = phases.describe([plan[k] for k in share], nodes, (), by_bucket)
         return f"{_several(nodes, 'node')} of {_several(per_node, 'rank')}, between them {between}"
 
 

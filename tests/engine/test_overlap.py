@@ -268,6 +268,19 @@ def test_what_waits_for_a_parameter_without_a_gradient_stays():
         np.testing.assert_allclose(waiting - 3.0 * ranks[0][0][k], ranks[0][2][k], atol=1e-3)
 
 
+def test_the_plan_says_that_buckets_have_shards_of_their_own():
+    def main(comm):
+        found = []
+        for overlap in (False, True):
+            _, opt = laws.train(comm, 2, mode="int8 in two phases", overlap=overlap)
+            found.append(str(opt.plan).splitlines()[-1])
+        return found
+
+    together, apart = run_ranks(3, main)[0]
+    assert together.startswith("exchange: two-phase, 3 shards of "), together
+    assert apart.startswith("exchange: two-phase, 3 shards of each bucket of "), apart
+
+
 def test_what_waits_is_weighed_where_a_rank_has_joined():
     """Its residual is a part of means over all ranks still, whether buckets leave early or not."""
 
