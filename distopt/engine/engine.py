@@ -229,6 +229,7 @@ class Engine:
             if spec.over != "ranks":
                 self.reducers.check_senders(compressor, spec)
             self.step_context.begin(spec)
+            self.reducers.measured.trying = False
             asked, spec = spec, self.reducers.settled(compressor, spec)
             attempt.spec = spec
             self.reducers.bounds.settle(self.progress.updates)
@@ -425,6 +426,8 @@ class Engine:
         """Tell the hooks that all of a call has been enqueued."""
         if self.comm.gpu is not None:
             self.store.mark_stream()
+        if self.reducers.measured.trying:
+            self.reducers.measured.end_step()
         for hook in self.hooks:
             hook.after_call(self.progress.updates, applied)
 
@@ -515,6 +518,10 @@ class Engine:
             self.optimizer.check_step(spec.only is not None)
         if spec.exchange not in EXCHANGES:
             raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, got {spec.exchange!r}")
+        if spec.exchange == "measure" and self.options.deterministic:
+            raise ValueError(
+                f"exchange must be one of {', '.join(EXCHANGES[:-1])} with deterministic=True, got 'measure'"
+            )
         if spec.clip_value is not None and not spec.clip_value >= 0:
             raise ValueError(f"clip_Value must be at least 0, got {spec.clip_value}")
         if spec.threshold is None:

@@ -23,6 +23,7 @@ from distopt.compress.state import OWED, State, pending, prefixed, settle
 from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
+from distopt.engine.measured import MeasuredExchanges
 from distopt.engine.progress import Progress
 from distopt.engine.spec import Options, StepSpec
 from distopt.engine.undo import Undo
@@ -574,6 +575,8 @@ class Reducers:
         self._node_plan: NodeExchange | None = None
         # The last choice between nodes and all ranks, and what it depended on.
         self._settled: tuple[Any, ...] = (None,) * 4
+        # For exchange='measure'.
+        self.measured = MeasuredExchanges(comm)
         # Whose nodes buckets may be sent to while gradients are computed.
         self._beside: Communicator | None = None
 
@@ -586,6 +589,8 @@ class Reducers:
     def settled(self, compressor: Compressor, spec: StepSpec) -> StepSpec:
         """Return what a step is with the ranks that there are: whether gradients are added up inside of nodes first."""
         comm, exchange = self._comm, spec.exchange
+        if exchange == "measure":
+            return self.settled(compressor, self._tried(compressor, spec._replace(exchange="auto")))
         if exchange == "nodes":
             # Where an elastic job has lost a rank, or let one in, nodes may have more and fewer.
             return spec._replace(exchange="auto") if comm.epoch and not are_equal(comm.hosts) else spec
@@ -602,6 +607,24 @@ class Reducers:
             plan = [bucket.gradients for bucket in buckets]
             self._settled = (*asked, adds_inside(exchange, compressor, plan, comm.hosts))
         return spec._replace(exchange="nodes") if self._settled[3] else spec
+
+    def _tried(self, compressor: Compressor, usual: StepSpec) -> StepSpec:
+        """Return a step with the exchange that is to be measured next, or was the fastest."""
+        comm, traits, store = self._comm, compressor.traits, self._step_context.store
+        observed = any([hook.observes for hook in self._step_context.hooks])
+        if not usual.reduced or store.buckets_if_any is None or comm.size == 1 or observed:
+            return usual
+        settled = self.settled(compressor, usual)
+        # A gather of what is added on the wire is the sum over all ranks.
+        others = ["gather", *["two_phase"] * (not traits.summable and compressor.sharded() is not None)]
+        same = traits.of_sums or isinstance(compressor, Dense)
+        # NCCL's own sums go by nodes.
+        if same and comm.spans_hosts and not (traits.summable and comm.gpu is not None):
+            others += ["nodes"] * (are_equal(comm.hosts) and len(set(comm.hosts)) < comm.size)
+        phases = self.two_phases(compressor, settled)
+        chosen = "nodes" if settled.exchange == "nodes" else "two_phase" if phases else "gather"
+        exchanges = ["auto", *(other for other in others if other != chosen)]
+        return usual._replace(exchange=self.measured.exchange(repr(compressor), exchanges))
 
     def may_overlap(self, compressor: Compressor, spec: StepSpec, threshold: int) -> bool:
         """Tell if buckets may leave before the vote: they are the last step's, and can leave one by one."""

@@ -14,6 +14,7 @@ from distopt.checks import check_int
 from distopt.comm import Communicator
 from distopt.compress.state import shared
 from distopt.engine.engine import Engine
+from distopt.engine.measured import check_measured
 from distopt.engine.resharding import SavedRanks
 from distopt.engine.training_state import Arrays, TrainingState, Tree, optimizer_text
 from distopt.engine.undo import Undo
@@ -47,7 +48,8 @@ def state_dict(engine: Engine) -> dict[str, Any]:
 
 def _state(engine: Engine) -> dict[str, Any]:
     store, progress, accumulator, policy = engine.store, engine.progress, engine.accumulator, engine.nonfinite.policy
-    return {
+    measured = engine.reducers.measured.state()
+    return ({"measured": measured} if measured else {}) | {
         "step_counter": progress.updates,
         "num_batches": accumulator.num_batches,
         "batches": accumulator.batches,
@@ -102,6 +104,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
             engine.buddies.forget()
         store.restore(states, state["rooms"])
         engine.reducers.bounds.restore(tuple(state.get("borders", ())))
+        engine.reducers.measured.restore(state.get("measured", []))
         progress.updates, progress.partial = state["step_counter"], state["partial"]
         engine.nonfinite.pop_refused()
         gradients = state["contributions"] * engine.comm.size
@@ -116,8 +119,8 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
 
 def check_state(engine: Engine, state: dict[str, Any]) -> States:
     """Return copies of the buckets' states; raise ValueError for a state that training cannot go on from."""
-    if {*state, "borders"} != set(ENTRIES):
-        # Older states have none: their shards are of as many elements.
+    if {*state, "borders"} - {"measured"} != set(ENTRIES):
+        # Older states have no borders: their shards are of as many elements.
         raise ValueError(f"the entries of a state must be {sorted(ENTRIES)}, got {sorted(state)}")
     for name in COUNTS:
         check_int(name, state[name], least=0)
@@ -141,6 +144,7 @@ def check_state(engine: Engine, state: dict[str, Any]) -> States:
         check_int("borders", start, least=0)
     if borders[:1] not in ([], [0]) or borders != sorted(borders):
         raise ValueError(f"borders must ascend from 0, got {borders}")
+    check_measured(state.get("measured", []))
     by_state = state["states"]
     for arrays in (by_state, *(by_state.values() if isinstance(by_state, dict) else ())):
         if not isinstance(arrays, dict):

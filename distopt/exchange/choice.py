@@ -9,7 +9,7 @@ from distopt.compress.shards import Piece, ShardCodec
 from distopt.exchange.sharding import Starts, cut_for
 from distopt.kernels.layout import BucketLayout
 
-EXCHANGES = ("auto", "gather", "two_phase", "nodes")
+EXCHANGES = ("auto", "gather", "two_phase", "nodes", "measure")
 GATHER_BELOW = 1 << 16  # bytes of a step's payloads from all other ranks; messages are cheaper than what they save
 VARIES = 100  # where the length of a payload depends on the data, one of so many bytes is taken to be sent
 

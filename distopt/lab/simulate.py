@@ -329,6 +329,9 @@ class SequentialReducers(Reducers):
         return False
 
     def settled(self, compressor: Compressor, spec: StepSpec) -> StepSpec:
+        if spec.exchange == "measure":
+            # There is no network.
+            spec = spec._replace(exchange="auto")
         return spec if spec.exchange == "auto" and not self._in_order else super().settled(compressor, spec)
 
     def by_nodes(self, compressor: Compressor, spec: StepSpec) -> NodeExchange | None:
