@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distopt.compress import Compressor
 from distopt.engine.spec import shows
 from distopt.torch.exchange import GradientExchange, refuse_if_elastic
-from distopt.torch.synchronize import Synchronizer, is_synchronized
+from distopt.torch.synchronize import EarlyExchange, Synchronizer, is_synchronized
 from distopt.torch.tensors import is_dtensor, on_gpu
 
 
@@ -19,9 +19,10 @@ from distopt.torch.tensors import is_dtensor, on_gpu
 def compress(model: torch.nn.Module, compressor: Compressor | None = None, **options: Any) -> GradientExchange:
     """Exchange gradients of a model in DistributedDataParallel, or of ``fully_shard``, as distopt does.  Collective.
 
-    Of DistributedDataParallel the buckets are exchanged together when the last one is ready; what it calls a hook is
-    registered, once.  A model of ``fully_shard`` adds up gradients inside of its mesh; then each rank exchanges those
-    of its shards with the ranks of ``group``, which have the same shards.
+    Of DistributedDataParallel the gradients are exchanged as its buckets come, if ranks sit on several machines, else
+    together with those of the last one; what it calls a hook is registered, once.  A model of ``fully_shard`` adds up
+    gradients inside of its mesh; then each rank exchanges those of its shards with the ranks of ``group``, which have
+    the same shards.
 
     Args:
         model: the model.
@@ -77,14 +78,17 @@ def _check_replicas(shards: list[Any], group: Any) -> None:
 
 
 class BucketHook:
-    """The state of the hook of a DistributedDataParallel, whose buckets wait for the last one of a backward pass."""
+    """The state of the hook of a DistributedDataParallel, whose buckets have means with the last one of a pass."""
 
     # A copy of the DistributedDataParallel is one without a hook.
 
     def __init__(self, ddp: DistributedDataParallel, exchange: GradientExchange):
         self._ddp, self.exchange = weakref.ref(ddp), exchange
         self.names = {id(p): name for name, p in exchange.tensors.items()}
+        # Of the present pass, and what takes them if they leave before the last one has come.
         self.buckets: list[tuple[Any, torch.futures.Future[torch.Tensor]]] = []
+        self.gradients: dict[str, torch.Tensor] = {}
+        self._early: EarlyExchange | None = None
         # gradients that were added to since the last exchange
         self.arrived: set[str] = set()
         for name, p in exchange.tensors.items():
@@ -96,23 +100,45 @@ class BucketHook:
         if p.grad is not None:
             self.arrived.add(name)
 
-    def means(self, gradients: dict[str, torch.Tensor]) -> None:
+    def begin(self) -> None:
+        """Begin a pass."""
+        # The one before it was whole: otherwise DistributedDataParallel refuses another one.
+        ddp: Any = self._ddp()
+        if self.exchange.may_overlap and not ddp._join_config.enable:
+            self._early = EarlyExchange(self.exchange)
+
+    def take(self, bucket: Any, future: torch.futures.Future[torch.Tensor]) -> None:
+        """Take a bucket, and what is complete when it has means."""
+        self.buckets.append((bucket, future))
+        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self.gradients[self.names[id(p)]] = gradient
+            if self._early:
+                self._early.put(self.names[id(p)], gradient)
+
+    def finish(self) -> None:
         """Replace gradients by their means over ranks, zeros for those that have arrived on none.  Collective."""
         # In a `Join` context a rank without batches counts as DistributedDataParallel counts it.
         ddp: Any = self._ddp()
+        early, self._early = self._early, None
         arrived, self.arrived = self.arrived, set()
         agreement, uneven = self.exchange.engine.agreement, ddp._join_config.enable
         over_all = self.exchange.communicator.size if uneven and ddp._divide_by_initial_world_size else None
         agreement.joined = uneven and not arrived
         try:
-            nowhere = self.exchange.exchange_gradients(gradients, arrived, divisor=over_all)
+            if early:
+                nowhere = early.finish({}, arrived, None)
+            else:
+                nowhere = self.exchange.exchange_gradients(self.gradients, arrived, divisor=over_all)
         finally:
             agreement.joined = False
-        for name, gradient in gradients.items():
+        for name, gradient in self.gradients.items():
             if name in nowhere:
                 gradient.zero_()
             else:
                 gradient.copy_(self.exchange.views[name])
+        buckets, self.buckets, self.gradients = self.buckets, [], {}
+        for bucket, future in buckets:
+            future.set_result(bucket.buffer())
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -129,16 +155,9 @@ def exchange_together(
     place = bucket.buffer()
     devices = [place.device] if on_gpu(place) else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-    state.buckets.append((bucket, future))
+    if bucket.index() == 0:
+        state.begin()
+    state.take(bucket, future)
     if bucket.is_last():
-        buckets, state.buckets = state.buckets, []
-        state.means(
-            {
-                state.names[id(p)]: gradient
-                for b, _ in buckets
-                for p, gradient in zip(b.parameters(), b.gradients(), strict=True)
-            }
-        )
-        for b, done in buckets:
-            done.set_result(b.buffer())
+        state.finish()
     return future

@@ -233,17 +233,16 @@ class GradientExchange(Checkpointed):
         found = [(p, gradients.get(p.name)) for p in self._model.parameters]
         return self._exchange_found(found, lambda: (arrived, error), spec)
 
-    def exchange_early(self, names: Iterable[str], arrival: Arrival) -> set[str]:
+    def exchange_early(self, gradients: Iterable[tuple[str, torch.Tensor | None]], arrival: Arrival) -> set[str]:
         """Do what ``exchange_gradients`` does while the gradients are still to come.  Collective.
 
         Args:
-            names: of the parameters whose ``grad`` is there, as they come.
+            gradients: of parameters, by name, as they come.
             arrival: is called after the last one; returns the ``arrived`` and the ``error`` of
                 ``exchange_gradients``.
         """
         by_name = {p.name: p for p in self._model.parameters}
-        found = ((by_name[name], getattr(by_name[name].find(), "grad", None)) for name in names)
-        return self._exchange_found(found, arrival, self._spec)
+        return self._exchange_found(((by_name[name], g) for name, g in gradients), arrival, self._spec)
 
     def current_stream(self) -> Any:
         """Return torch's current stream on this rank's GPU; None on the CPU."""

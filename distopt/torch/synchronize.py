@@ -7,6 +7,7 @@ The parameters hold their hooks, which hold the ``Synchronizer``, which holds ne
 when they are.
 """
 
+import atexit
 import contextlib
 import functools
 import logging
@@ -503,18 +504,20 @@ class EarlyExchange:
 
     END = object()
 
-    def __init__(self, sync: Synchronizer):
-        self._sync, self._queue = sync, queue.SimpleQueue[Any]()
+    def __init__(self, exchange: GradientExchange):
+        self._gradients, self._queue = exchange, queue.SimpleQueue[Any]()
         self._arrived: Collection[str] = ()
         self._wrong: Exception | None = None
         # It is the thread's too.
-        self._stream = sync.current_stream()
-        self._nowhere = device.in_thread(self._exchange, sync.engine.comm.gpu)
+        self._stream = exchange.current_stream()
+        self._nowhere = device.in_thread(self._exchange, exchange.engine.comm.gpu)
+        # Others may wait for what would never come.
+        atexit.register(self._leave)
 
     def put(self, name: str, gradient: torch.Tensor | None, again: bool = False) -> None:
         """Hand over a gradient; ``again``, if it was handed over before, which is an error."""
         hand_over(gradient, self._stream)
-        self._queue.put(ValueError(f"{name}: {TWICE}") if again else name)
+        self._queue.put(ValueError(f"{name}: {TWICE}") if again else (name, gradient))
 
     def finish(
         self, missing: Mapping[str, torch.Tensor | None], arrived: Collection[str], error: Exception | None
@@ -529,22 +532,27 @@ class EarlyExchange:
         """Raise an error on all ranks."""
         self._finish(error)
 
+    def _leave(self) -> None:
+        with contextlib.suppress(Exception):
+            self.abandon(RuntimeError("the process has ended in a backward pass"))
+
     def _finish(self, item: object) -> set[str]:
         """Hand over the last item, wait for the thread, and return or raise what that does."""
+        atexit.unregister(self._leave)
         self._queue.put(item)
         nowhere = self._nowhere.result()
-        if (here := self._sync.current_stream()) != self._stream:
+        if (here := self._gradients.current_stream()) != self._stream:
             here.wait_stream(self._stream)
         return nowhere
 
     def _exchange(self) -> set[str]:
-        def names() -> Iterator[str]:
-            for name in iter(self._queue.get, self.END):
-                if isinstance(name, Exception):
-                    raise name
-                yield name
+        def pairs() -> Iterator[tuple[str, torch.Tensor | None]]:
+            for item in iter(self._queue.get, self.END):
+                if isinstance(item, Exception):
+                    raise item
+                yield item
 
-        return self._sync.exchange_early(names(), lambda: (self._arrived, self._wrong))
+        return self._gradients.exchange_early(pairs(), lambda: (self._arrived, self._wrong))
 
 
 @shows(Synchronizer)
