@@ -220,7 +220,7 @@ class MpiCommunicator(SharingCommunicator):
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""
         made = MpiCommunicator(self._comm, reason=f"beside rank {self.rank}'s other one")
-        made._joiners = self._joiners
+        made._joiners, made._hosts = self._joiners, self._hosts
         return made
 
     def make_subgroup(self, groups: Groups) -> Communicator:

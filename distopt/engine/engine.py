@@ -556,10 +556,6 @@ class Engine:
             self._early.forget()
             if self.undo:
                 self.undo.on_undo(self._early.undo)
-        if compressor.traits.has_hooks:
-            # It reads them, and parameters, from the tables of the buckets.
-            self.store.point_to_parameters()
-            self.optimizer.multiply(self.store.buckets)
 
         def agree() -> None:
             self.agree(f"the start of {progress.name}", progress.calls + (1 << 30))

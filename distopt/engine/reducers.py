@@ -632,6 +632,8 @@ class Reducers:
         if (
             not (self.overlap and spec.reduced and self._accumulator.num_batches == 1)
             or compressor.traits.budget is not None
+            # Which reads parameters, and their multipliers: where these are is known with the last gradient.
+            or compressor.traits.has_hooks
         ):
             return False
         if not store.started or store.stale or threshold != store.threshold:
