@@ -180,7 +180,7 @@ REMEMBERS = [
     "topk",
     "threshold",
 ]
-REMEMBERS += ["packed", "packed 2bit", "chunks", "dgc", "dgc by gather", "dgc in int8"]
+REMEMBERS += ["packed", "packed 2bit", "chunks"]
 
 
 def remembers(comm, mode):
