@@ -202,7 +202,7 @@ def test_ranks_that_ask_for_different_exchanges_are_told_so():
 def test_an_unknown_exchange_is_refused_on_every_rank(exchange):
     def main(comm):
         p, opt = Parameter("w", np.zeros(10, np.float32)), DistOpt(SGD(1.0), comm)
-        with pytest.raises(ValueError, match="exchange must be one of auto, gather, two_phase, nodes, got"):
+        with pytest.raises(ValueError, match="exchange must be one of auto, gather, two_phase, nodes, measure, got"):
             opt.step([(p, np.ones(10, np.float32))], TopK(0.1), exchange=exchange if comm.rank else "auto")
         return p.data.any()
 
