@@ -20,12 +20,11 @@ from pathlib import Path
 import numpy as np
 
 import distopt
-from benchmarks.link import gradients
+from benchmarks.link import gradients, stepper
 from benchmarks.measure import interleaved, report, table, versions
 from benchmarks.namespaces import measured, missing, shape
 from distopt.comm.mpi_control import brand
 from distopt.compress import Dense, ErrorFeedback, Half, Int8, Packed, TopK
-from distopt.optim import SGD
 from distopt.resilience.environment import launched
 
 MODES = {
@@ -37,19 +36,6 @@ MODES = {
 ROUNDS, LIMIT = 6, 1200  # seconds
 BUDGETS = {"waits, early": 1.12, "computes, early": 1.05}  # x the anchor
 ALONE = "gradients ready"
-
-
-def stepper(compressor, grads, overlap, comm=None):
-    """What makes a step with a loss of views of gradients, and what writes these."""
-    params = [distopt.Parameter(name, np.zeros_like(g)) for name, g in grads.items()]
-    opt = distopt.DistOpt(SGD(0.1, momentum=0.9), comm, overlap=overlap)
-    pairs = list(zip(params, opt.gradient_views(params), strict=True))
-
-    def write():
-        for (_, view), g in zip(pairs, grads.values(), strict=True):
-            view[...] = g
-
-    return lambda loss: opt.step(loss(pairs), compressor), write
 
 
 def waits(pairs, seconds):
@@ -73,7 +59,7 @@ def computes(pairs, seconds):
 
 def timed_alone(grads, comm):
     """Seconds of a dense step of one rank, which exchanges nothing."""
-    step, write = stepper(Dense(), grads, False, comm)
+    step, write = stepper(Dense(), grads, "auto", comm, overlap=False)
     return statistics.median(interleaved({"": lambda: step(list)}, 3, 1, write)[""])
 
 
@@ -88,7 +74,9 @@ def measure(rate, file):
         return MPI.COMM_WORLD.allreduce(seconds, MPI.MAX)
 
     for name, compressor in MODES.items():
-        (late, write), (early, write_too) = (stepper(compressor, grads, overlap) for overlap in (False, True))
+        (late, write), (early, write_too) = (
+            stepper(compressor, grads, "auto", overlap=overlap) for overlap in (False, True)
+        )
 
         def start(both=(write, write_too)):
             for write in both:

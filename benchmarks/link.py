@@ -58,18 +58,23 @@ def gradients():
     return {name: np.float32(SCALE) * rng.standard_normal(shape, np.float32) for name, shape in reversed(resnet50())}
 
 
-def distopt_step(compressor, grads, exchange="gather"):
-    """A step whose gradients are in the memory that is exchanged, and what writes them there."""
+def stepper(compressor, grads, exchange, comm=None, **options):
+    """What makes a step with a loss of gradients in the memory that is exchanged, and what writes them there."""
     params = [distopt.Parameter(name, np.zeros_like(g)) for name, g in grads.items()]
-    opt = distopt.DistOpt(SGD(0.1, momentum=0.0 if compressor.traits.corrects_momentum else 0.9))
-    views = opt.gradient_views(params)
-    pairs = list(zip(params, views, strict=True))
+    opt = distopt.DistOpt(SGD(0.1, momentum=0.0 if compressor.traits.corrects_momentum else 0.9), comm, **options)
+    pairs = list(zip(params, opt.gradient_views(params), strict=True))
 
     def write():
-        for view, g in zip(views, grads.values(), strict=True):
+        for (_, view), g in zip(pairs, grads.values(), strict=True):
             view[...] = g
 
-    return lambda: opt.step(pairs, compressor, exchange=exchange), write
+    return lambda loss: opt.step(loss(pairs), compressor, exchange=exchange), write
+
+
+def distopt_step(compressor, grads, exchange="gather"):
+    """A step whose gradients lie ready, and what writes them."""
+    step, write = stepper(compressor, grads, exchange)
+    return lambda: step(list), write
 
 
 def ddp_cases(world, grads):
