@@ -311,6 +311,9 @@ class UnitOfSum(OneBit):
         device.copy(payload[:4].view(np.float32), np.array([self.ranks], np.float32))
         super().encode(x, add, added, payload, context)
 
+    def __repr__(self) -> str:
+        return f"UnitOfSum({self.threshold}, {self.ranks})"
+
 
 @functools.lru_cache(256)
 def sampled(size: int) -> np.ndarray:

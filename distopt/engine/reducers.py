@@ -38,11 +38,12 @@ from distopt.exchange import (
 )
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.budget import within
+from distopt.exchange.choice import reason
 from distopt.exchange.hierarchical import (
     NodeExchange,
     Nodes,
     adds_inside,
-    are_equal,
+    fits_nodes,
     move_states,
     node_exchange,
     node_ranks,
@@ -260,7 +261,7 @@ class NodeReducer(Unreduced):
         def sums() -> Iterator[tuple[Bucket, np.ndarray] | None]:
             """Add up the buckets of each round inside the node, and yield this rank's."""
             # Ranks of a node take turns by the number of rounds alone, as what has arrived differs between them.
-            turns, pairs = iter(rounds(plan.shares)), list[tuple[Bucket, np.ndarray]]()
+            turns, pairs = iter(rounds(plan.shares[: inside.size])), list[tuple[Bucket, np.ndarray]]()
             numbers = next(turns, ())
             for pair in buckets:
                 if pair is None:
@@ -524,8 +525,9 @@ class StepContext:
         )
         divisor, batches = self.divisor, accumulator.num_batches if accumulator.sync_on_apply else 1
         senders = Senders(accumulator.brought, accumulator.joined) if self._counts_senders else None
-        # Between nodes a gradient is the sum of those of a node.
-        batches *= self._comm.size // comm.size
+        if comm.size < self._comm.size:
+            # Between nodes a gradient is the sum of those of a node.
+            batches *= self._comm.hosts.count(self._comm.hosts[self._comm.rank])
         if text and comm.gpu is not None:
             numbers = text, senders, comm.size, divisor, batches, on_device.capacity
             memory = [0 if a is None else device.address(a) for a in (on_device.skip_flag, on_device.wanted)]
@@ -593,7 +595,8 @@ class Reducers:
             return self.settled(compressor, self._tried(compressor, spec._replace(exchange="auto")))
         if exchange == "nodes":
             # Where an elastic job has lost a rank, or let one in, nodes may have more and fewer.
-            return spec._replace(exchange="auto") if comm.epoch and not are_equal(comm.hosts) else spec
+            fits = not comm.epoch or fits_nodes(compressor, self._sizes())
+            return spec if fits else spec._replace(exchange="auto", chosen_by="auto")
         if exchange != "auto" or not compressor.traits.of_sums or not spec.reduced or not comm.spans_hosts:
             return spec
         buckets = self._step_context.store.buckets_if_any
@@ -606,7 +609,7 @@ class Reducers:
         if not all(map(operator.is_, asked, self._settled)):
             plan = [bucket.gradients for bucket in buckets]
             self._settled = (*asked, adds_inside(exchange, compressor, plan, comm.hosts))
-        return spec._replace(exchange="nodes") if self._settled[3] else spec
+        return spec._replace(exchange="nodes", chosen_by=spec.chosen_by or "auto") if self._settled[3] else spec
 
     def _tried(self, compressor: Compressor, usual: StepSpec) -> StepSpec:
         """Return a step with the exchange that is to be measured next, or was the fastest."""
@@ -620,11 +623,17 @@ class Reducers:
         same = traits.of_sums or isinstance(compressor, Dense)
         # NCCL's own sums go by nodes.
         if same and comm.spans_hosts and not (traits.summable and comm.gpu is not None):
-            others += ["nodes"] * (are_equal(comm.hosts) and len(set(comm.hosts)) < comm.size)
+            others += ["nodes"] * (len(set(comm.hosts)) < comm.size)
         phases = self.two_phases(compressor, settled)
         chosen = "nodes" if settled.exchange == "nodes" else "two_phase" if phases else "gather"
         exchanges = ["auto", *(other for other in others if other != chosen)]
-        return usual._replace(exchange=self.measured.exchange(repr(compressor), exchanges))
+        exchange = self.measured.exchange(repr(compressor), exchanges)
+        by = "measuring" if self.measured.trying else "measured" * (len(exchanges) > 1)
+        return usual._replace(exchange=exchange, chosen_by=by)
+
+    def _sizes(self) -> list[int]:
+        """The ranks of each node."""
+        return [len(group) for group in node_ranks(self._comm.hosts)]
 
     def may_overlap(self, compressor: Compressor, spec: StepSpec, threshold: int) -> bool:
         """Tell if buckets may leave before the vote: they are the last step's, and can leave one by one."""
@@ -688,10 +697,8 @@ class Reducers:
         nbytes = check_float(f"bytes at update {k}", budget(k) if callable(budget) else budget, least=1.0)
         buckets, asked = self._step_context.store.buckets, (nbytes, spec.break_even, spec.exchange)
         if self._fitted[0] is not compressor or self._fitted[1] is not buckets or self._fitted[2] != asked:
-            plan, per_node = [bucket.gradients for bucket in buckets], 1
-            if spec.exchange == "nodes":
-                per_node = len(node_ranks(self._comm.hosts)[0])
-            fitted = within(nbytes, compressor, plan, self._comm.size, spec.break_even, spec.exchange, per_node)
+            plan, sizes = [bucket.gradients for bucket in buckets], self._sizes() if spec.exchange == "nodes" else ()
+            fitted = within(nbytes, compressor, plan, self._comm.size, spec.break_even, spec.exchange, sizes)
             self._fitted = compressor, buckets, asked, fitted
         found: Compressor = self._fitted[3]
         return found
@@ -728,11 +735,11 @@ class Reducers:
                 "exchange must be 'auto', 'gather' or 'two_phase' where payloads are observed, got 'nodes', whose "
                 "payloads are those of sums over a node"
             )
-        buckets, groups = self._step_context.store.buckets, node_ranks(self._comm.hosts)
+        buckets = self._step_context.store.buckets
         asked = (buckets, compressor, spec.break_even)
         if not all(map(operator.is_, asked, self._node_asked)):
-            plan, sizes = [bucket.gradients for bucket in buckets], (len(groups), len(groups[0]))
-            self._node_plan = node_exchange(compressor, plan, *sizes, spec.break_even)
+            plan = [bucket.gradients for bucket in buckets]
+            self._node_plan = node_exchange(compressor, plan, self._sizes(), spec.break_even)
             self._node_asked = asked
         return self._node_plan
 
@@ -742,15 +749,19 @@ class Reducers:
             return ""
         spec = self.settled(compressor, spec) if spec.exchange == "nodes" else spec
         nodes, by_bucket = self.by_nodes(compressor, spec), self._by_bucket(compressor)
-        if nodes:
-            groups = node_ranks(self._comm.hosts)
-            plan = [bucket.gradients for bucket in self._step_context.store.buckets]
-            return nodes.describe(plan, len(groups), len(groups[0]), by_bucket)
-        if compressor.traits.summable:
+        if compressor.traits.summable and not nodes:
             return ""
-        phases = self.two_phases(compressor, spec)
+        phases, size = self.two_phases(compressor, spec), self._comm.size
         plan = [bucket.gradients for bucket in self._step_context.store.buckets]
-        return phases.describe(plan, self._comm.size, self.bounds.starts, by_bucket) if phases else "gather"
+        if nodes:
+            taken, found = "nodes", nodes.describe(plan, self._sizes(), by_bucket)
+        elif phases:
+            taken, found = "two_phase", phases.describe(plan, size, self.bounds.starts, by_bucket)
+        else:
+            taken = found = "gather"
+        by = spec.chosen_by or ("auto" if spec.exchange == "auto" else "")
+        why = f"auto: {reason(taken, compressor, plan, size)}" if by == "auto" else by
+        return f"{found} ({why})" if why else found
 
     def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
         """Return the reducer of a step whose buckets have not left before the vote.  Collective by nodes."""

@@ -95,6 +95,8 @@ class StepSpec(NamedTuple):
     break_even: bool = False
     # 'gather', 'two_phase', 'nodes' or 'auto' (``exchange.choice``).
     exchange: str = "auto"
+    # What has chosen 'nodes' or another one in the user's place, for a plan to say: "auto", "measured", "measuring".
+    chosen_by: str = ""
     # 'ranks' divides the sum of an entry by all gradients, 'senders' by the ranks that have sent it.
     over: str = "ranks"
     # False in a partial step, which updates with this rank's own gradients.

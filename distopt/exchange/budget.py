@@ -19,7 +19,7 @@ def within(
     ranks: int,
     break_even: bool = True,
     exchange: str = "auto",
-    per_node: int = 1,
+    sizes: Sequence[int] = (),
 ) -> Compressor:
     """Return a compressor at the largest density of which a rank sends at most so many bytes in a step.
 
@@ -33,7 +33,7 @@ def within(
         ranks: their number.
         break_even: as of the step.
         exchange: as of the step.
-        per_node: ranks of a node; in an exchange by nodes, what is sent inside of one is left out.
+        sizes: the ranks of each node, for an exchange by nodes; what is sent inside of one is left out.
 
     Raises:
         ValueError: not even one entry of each part fits.
@@ -49,10 +49,10 @@ def within(
     def sent(density: float) -> float:
         fixed = at_density(compressor, density)
         if exchange == "nodes":
-            by_nodes = node_messages(plan, fixed, ranks // per_node, per_node, break_even)
+            by_nodes = node_messages(plan, fixed, sizes, break_even)
             assert by_nodes is not None
-            between = [message.sent(ranks // per_node) for column in by_nodes.between for message in column]
-            return math.fsum(between) / per_node
+            between = [message.sent(len(sizes)) for column in by_nodes.between for message in column]
+            return math.fsum(between) * len(sizes) / ranks
         messages = step_messages(plan, fixed, ranks, break_even, exchange)
         assert messages is not None
         return math.fsum(message.sent(ranks) for message in messages)

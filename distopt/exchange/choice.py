@@ -92,6 +92,29 @@ def two_phases(
     return TwoPhase(codec, tuple(smaller), tuple(smaller.values())) if smaller else None
 
 
+def reason(exchange: str, compressor: Compressor, plan: Sequence[BucketLayout], ranks: int) -> str:
+    """Return why 'auto' has chosen 'gather', 'two_phase' or 'nodes'.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import TopK
+        >>> plan = [BucketLayout(["w"], [(1000, 1000)], [0], np.float32)]
+        >>> reason("gather", TopK(0.01), plan, ranks=2)
+        'two ranks send each other one payload'
+    """
+    if exchange == "nodes":
+        return "what leaves a node does not grow with its ranks"
+    if exchange == "two_phase":
+        return f"less than the payloads of {ranks - 1} other ranks"
+    if ranks <= 2:
+        return "two ranks send each other one payload" if ranks == 2 else "there is one rank"
+    if compressor.sharded() is None:
+        return "its payloads can only be gathered"
+    if (ranks - 1) * gathered_bytes(compressor, plan) < GATHER_BELOW:
+        return f"payloads of all other ranks are below {GATHER_BELOW >> 10} KiB"
+    return "two phases would send no less than dense sums"
+
+
 def _is_smaller(codec: ShardCodec, members: BucketLayout) -> bool:
     """Tell if what is exchanged of a bucket's members in two phases is fewer bytes than their dense sum."""
     expected = codec.expected_bytes(members, [Piece(0, 0, 0, members.extent, members)], summed=False)

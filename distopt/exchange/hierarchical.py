@@ -26,11 +26,11 @@ Shares = Sequence[Sequence[int]]  # of each rank of a node the numbers of its bu
 
 
 class Nodes(NamedTuple):
-    """Where a rank stands in a job of several nodes, each of which has as many ranks.
+    """Where a rank stands in a job of several nodes.
 
     Args:
         inside: the ranks of its node.
-        between: the ranks with the same number in each node.
+        between: the ranks with the same number in each node that has so many.
     """
 
     inside: Communicator
@@ -41,7 +41,7 @@ class NodeExchange(NamedTuple):
     """How the buckets of a step are exchanged between nodes: a pure function of the plan, the compressor and the ranks.
 
     Args:
-        shares: of each rank of a node the numbers of its buckets.
+        shares: of each rank of the largest node the numbers of its buckets; none of a rank whose number is not in all.
         compressor: what is sent of sums over a node.
         phases: of each rank of a node, how it and those of the same number exchange its buckets in two phases; None if
             they gather payloads, or add them on the wire.
@@ -51,49 +51,74 @@ class NodeExchange(NamedTuple):
     compressor: Compressor
     phases: Sequence[TwoPhase | None]
 
-    def describe(self, plan: Sequence[BucketLayout], nodes: int, per_node: int, by_bucket: bool = False) -> str:
+    def describe(self, plan: Sequence[BucketLayout], sizes: Sequence[int], by_bucket: bool = False) -> str:
         """Return a line on what it does.
 
         Args:
             plan: the layout of each bucket.
-            nodes: their number.
-            per_node: ranks of a node.
+            sizes: the ranks of each node.
             by_bucket: in two phases each bucket has shards of its own.
 
         Example:
             >>> import numpy as np
             >>> from distopt.compress import TopK
             >>> plan = [BucketLayout(["w"], [(1000, 1000)], [0], np.float32)]
-            >>> node_exchange(TopK(0.01), plan, 2, 4).describe(plan, 2, 4)
+            >>> node_exchange(TopK(0.01), plan, [4, 4]).describe(plan, [4, 4])
             '2 nodes of 4 ranks, between them gather'
+            >>> node_exchange(TopK(0.01), plan, [3, 1]).describe(plan, [3, 1])
+            '2 nodes of 3 and 1 ranks, between them gather'
         """
         phases, share = self.phases[0], self.shares[0]
         between = "all-reduce" if self.compressor.traits.summable else "gather"
         if phases:
-            between = phases.describe([plan[k] for k in share], nodes, (), by_bucket)
-        return f"{_several(nodes, 'node')} of {_several(per_node, 'rank')}, between them {between}"
-
-
-def _several(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+            between = phases.describe([plan[k] for k in share], len(sizes), (), by_bucket)
+        *most, last = sizes if len(set(sizes)) > 1 else sizes[:1]
+        ranks = f"{', '.join(map(str, most))} and {last}" if most else last
+        return f"{len(sizes)} node{'s' * (len(sizes) > 1)} of {ranks} rank{'s' * (ranks != 1)}, between them {between}"
 
 
 def node_exchange(
-    compressor: Compressor, plan: Sequence[BucketLayout], nodes: int, per_node: int, break_even: bool = True
+    compressor: Compressor, plan: Sequence[BucketLayout], sizes: Sequence[int], break_even: bool = True
 ) -> NodeExchange:
     """Choose how the buckets of a step are exchanged between nodes.
+
+    As many ranks of each node have buckets as the smallest one has, so that all have partners everywhere.
 
     Args:
         compressor: what is sent of gradients.
         plan: the layout of each bucket.
-        nodes: their number.
-        per_node: ranks of a node.
+        sizes: the ranks of each node.
         break_even: as of ``two_phases``.
+
+    Raises:
+        ValueError: the compressor is none for nodes of such sizes (``fits_nodes``).
     """
-    shares, of_sums = share_out([layout.extent for layout in plan], per_node), of_sum(compressor, per_node)
+    if not fits_nodes(compressor, sizes):
+        raise ValueError(
+            f"exchange must be 'auto', 'gather' or 'two_phase' for {compressor!r}, whose codes mean so much for each "
+            f"rank of a node, unless every node has as many ranks, got 'nodes' with nodes of "
+            f"{', '.join(map(str, sizes))} ranks"
+        )
+    of_sums = of_sum(compressor, max(sizes))
+    shares = share_out([layout.extent for layout in plan], min(sizes))
+    shares += [[] for _ in range(max(sizes) - min(sizes))]
     columns = [[plan[k] for k in share] for share in shares]
-    phases = [two_phases("auto", of_sums, column, nodes, break_even) if column else None for column in columns]
+    phases = [two_phases("auto", of_sums, column, len(sizes), break_even) if column else None for column in columns]
     return NodeExchange(shares, of_sums, phases)
+
+
+def fits_nodes(compressor: Compressor, sizes: Sequence[int]) -> bool:
+    """Tell if sums over nodes of these numbers of ranks can be compressed, and be decompressed by all.
+
+    Where numbers differ that cannot be a threshold, which grows with the ranks of a sum: ranks with other thresholds
+    would be other compressors.
+
+    Example:
+        >>> from distopt.compress import Int8, TwoBit
+        >>> [fits_nodes(compressor, sizes) for compressor in (Int8(), TwoBit(0.1)) for sizes in ([2, 2], [3, 1])]
+        [True, True, True, False]
+    """
+    return len({repr(of_sum(compressor, size)) for size in sizes}) == 1
 
 
 def adds_inside(exchange: str, compressor: Compressor, plan: Sequence[BucketLayout], hosts: Sequence[int]) -> bool:
@@ -120,19 +145,11 @@ def adds_inside(exchange: str, compressor: Compressor, plan: Sequence[BucketLayo
     if exchange != "auto" or not compressor.traits.of_sums:
         return exchange == "nodes"
     nodes, ranks = len(set(hosts)), len(hosts)
-    return are_equal(hosts) and 1 < nodes < ranks and (ranks - 1) * gathered_bytes(compressor, plan) >= GATHER_BELOW
-
-
-def are_equal(hosts: Sequence[int]) -> bool:
-    """Tell if nodes have as many ranks each; ``hosts``: of each rank a number, equal for ranks of one node."""
-    return len({hosts.count(host) for host in hosts}) <= 1
+    return 1 < nodes < ranks and (ranks - 1) * gathered_bytes(compressor, plan) >= GATHER_BELOW
 
 
 def nodes_of(comm: Communicator) -> Nodes:
     """Return the nodes of a communicator, whose ranks are those of one host.  Collective at the first call.
-
-    Raises:
-        ValueError: nodes have different numbers of ranks.
 
     Example:
         >>> from distopt.comm import run_ranks
@@ -140,7 +157,8 @@ def nodes_of(comm: Communicator) -> Nodes:
         [[2, 1], [2, 1]]
     """
     groups = node_ranks(comm.hosts)
-    return Nodes(comm.subgroup(groups), comm.subgroup(zip(*groups, strict=True)))
+    columns = [[rank for rank in column if rank is not None] for column in itertools.zip_longest(*groups)]
+    return Nodes(comm.subgroup(groups), comm.subgroup(columns))
 
 
 def node_ranks(hosts: Sequence[int]) -> list[list[int]]:
@@ -149,22 +167,13 @@ def node_ranks(hosts: Sequence[int]) -> list[list[int]]:
     Args:
         hosts: of each rank a number, equal for ranks of one node.
 
-    Raises:
-        ValueError: nodes have different numbers of ranks.
-
     Example:
-        >>> node_ranks([7, 3, 7, 3])
-        [[0, 2], [1, 3]]
+        >>> node_ranks([7, 3, 7, 3, 7])
+        [[0, 2, 4], [1, 3]]
     """
     groups: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
         groups.setdefault(host, []).append(rank)
-    if not are_equal(hosts):
-        numbers = ", ".join(str(len(group)) for group in groups.values())
-        raise ValueError(
-            f"exchange must be 'auto', 'gather' or 'two_phase' unless every node has as many ranks, got 'nodes' with "
-            f"nodes of {numbers} ranks"
-        )
     return list(groups.values())
 
 
@@ -275,7 +284,7 @@ def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator)
     names = {name for text in inside.control.gather(json.dumps(sorted(moving))) for name in json.loads(text)}
     for name in sorted(names):
         arrays = {k: state_array(bucket.state, name, bucket.gradient) for k, bucket in enumerate(buckets)}
-        for numbers in rounds(shares):
+        for numbers in rounds(shares[: inside.size]):
             sum_inside(of_round(arrays, numbers), inside)
         inside.wait()
         for number, bucket in enumerate(buckets):

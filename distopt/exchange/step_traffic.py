@@ -152,9 +152,9 @@ class NodeMessages(NamedTuple):
     """The messages of a step whose buckets are exchanged by nodes.
 
     Args:
-        sums: inside of a node, before.
+        sums: inside of the first node, before.
         between: of the ranks of each number, between the nodes.
-        results: inside of a node, after them.
+        results: inside of the first node, after them.
     """
 
     sums: list[Message]
@@ -163,33 +163,32 @@ class NodeMessages(NamedTuple):
 
 
 def node_messages(
-    plan: Sequence[BucketLayout], compressor: Compressor, nodes: int, per_node: int, break_even: bool = True
+    plan: Sequence[BucketLayout], compressor: Compressor, sizes: Sequence[int], break_even: bool = True
 ) -> NodeMessages | None:
     """Return the messages by which a step exchanges its buckets by nodes; None if their lengths depend on gradients.
 
     Args:
         plan: the layout of each bucket.
         compressor: what is sent of gradients.
-        nodes: their number.
-        per_node: ranks of a node.
+        sizes: the ranks of each node.
         break_even: as of ``step_messages``.
 
     Example:
         >>> import numpy as np
         >>> from distopt.compress import Dense
         >>> layout = BucketLayout(["w"], [(1000,)], [0], np.float32)
-        >>> found = node_messages([layout], Dense(), nodes=2, per_node=4)
+        >>> found = node_messages([layout], Dense(), sizes=[4, 4])
         >>> [[message.sent(2) for message in column] for column in found.between]
         [[4000], [], [], []]
     """
-    shares, of_sums, _ = node_exchange(compressor, plan, nodes, per_node, break_even)
+    shares, of_sums, _ = node_exchange(compressor, plan, sizes, break_even)
     between = []
     for share in shares:
-        column = step_messages([plan[k] for k in share], of_sums, nodes, break_even) if share else []
+        column = step_messages([plan[k] for k in share], of_sums, len(sizes), break_even) if share else []
         if column is None:
             return None
         between.append([m if m.bucket is None else m._replace(bucket=share[m.bucket]) for m in column])
-    sums, results = (messages_inside(plan, shares, verb) for verb in ("all_to_all", "all_gather"))
+    sums, results = (messages_inside(plan, shares[: sizes[0]], verb) for verb in ("all_to_all", "all_gather"))
     return NodeMessages(sums, between, results)
 
 

@@ -237,10 +237,10 @@ def exchange_ledger(
         raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
     hosts = [rank // per_node for rank in range(ranks)]
     if adds_inside(exchange, mode.compressor, buckets, hosts):
-        nodes = len(node_ranks(hosts))
-        found = _known(node_messages(buckets, mode.compressor, nodes, ranks // nodes, break_even), mode)
-        inside = Meter(0, ranks // nodes, [0] * (ranks // nodes), DIRECT, ledger)
-        between = Meter(0, nodes, range(nodes), DIRECT, ledger)
+        sizes = [len(group) for group in node_ranks(hosts)]
+        found = _known(node_messages(buckets, mode.compressor, sizes, break_even), mode)
+        inside = Meter(0, sizes[0], [0] * sizes[0], DIRECT, ledger)
+        between = Meter(0, len(sizes), range(len(sizes)), DIRECT, ledger)
         sent = [(inside, found.sums), (between, found.between[0]), (inside, found.results)]
     else:
         sent = [(Meter(0, ranks, hosts, DIRECT, ledger), messages(buckets, mode, ranks, break_even, exchange))]

@@ -1,6 +1,7 @@
 """The exchange of all buckets of a step by ranks that take turns in one process."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -145,8 +146,8 @@ class SequentialNodes:
     """Exchange of sums over nodes: ``add`` the buckets of each rank, in rank order, then ``finish``.
 
     Args:
-        shares: of each rank of a node the numbers of its buckets.
-        nodes: their number.
+        shares: of each rank of the largest node the numbers of its buckets.
+        sizes: the ranks of each node.
         columns: the exchange of each share between the nodes.
         states: what compressors keep, by rank and bucket; what is kept of a bucket lies with the rank that has it.
 
@@ -154,7 +155,7 @@ class SequentialNodes:
         >>> from distopt.comm.message import UNTAGGED
         >>> from distopt.compress import BucketContext, Dense, ExchangeContext
         >>> columns = [SequentialBuckets(Dense(), None, [], ShardBounds(), True, UNTAGGED) for _ in range(2)]
-        >>> exchange = SequentialNodes([[0], []], 2, columns, [[{}]] * 4)
+        >>> exchange = SequentialNodes([[0], []], [2, 2], columns, [[{}]] * 4)
         >>> memory, x = {}, np.empty(2, np.float32)
         >>> keep = lambda name, nbytes: memory.setdefault(name, np.empty(nbytes, np.uint8))
         >>> for gradient in ([1, 2], [3, 4], [5, 6], [7, 8]):
@@ -165,34 +166,35 @@ class SequentialNodes:
         array([16., 20.], dtype=float32)
     """
 
-    def __init__(self, shares: Shares, nodes: int, columns: Sequence[SequentialExchange], states: States):
-        self._shares, self._nodes, self._columns, self._states = shares, nodes, columns, states
-        self._per_node, self._rank = len(shares), 0
+    def __init__(self, shares: Shares, sizes: Sequence[int], columns: Sequence[SequentialExchange], states: States):
+        self._shares, self._sizes, self._columns, self._states = shares, sizes, columns, states
+        # The rank whose turn it is, as its node and its number there.
+        self._node = self._place = 0
         self._sums: list[RunningSum] = []
         self._plan: list[BucketLayout] = []
 
     def add(self, buckets: Sequence[TravellingBucket]) -> None:
         """Add the buckets of the next rank; the last one of a node changes what compressors keep of its sums."""
-        node, place = divmod(self._rank, self._per_node)
         if not self._sums:
             contexts = [context for _, _, context, _ in buckets]
             self._sums = [RunningSum(functools.partial(context.scratch, "sum over node")) for context in contexts]
             self._plan = [layout_of(x, context) for x, _, context, _ in buckets]
         for running, (x, _, _, _) in zip(self._sums, buckets, strict=True):
-            running.add(x, first=place == 0)
-        self._rank += 1
-        if self._rank % self._per_node:
+            running.add(x, first=self._place == 0)
+        self._place += 1
+        if self._place < self._sizes[self._node]:
             return
         for running, (x, _, _, _) in zip(self._sums, buckets, strict=True):
             running.write_sum(x)
-        for number, column in enumerate(self._columns):
-            states, mine = self._states[node * self._per_node + number], []
+        for number, column in enumerate(self._columns[: self._place]):
+            states, mine = self._states[sum(self._sizes[: self._node]) + number], []
             for k in self._shares[number]:
                 x, _, context, tag = buckets[k]
-                gradients = context.num_gradients * self._per_node
-                context = context._replace(rank=node, size=self._nodes, num_gradients=gradients)
+                gradients = context.num_gradients * self._place
+                context = context._replace(rank=self._node, size=len(self._sizes), num_gradients=gradients)
                 mine.append((x, states[k], context, tag))
             column.add(mine)
+        self._node, self._place = self._node + 1, 0
 
     def finish(self) -> None:
         """Overwrite the buckets by the sums over ranks."""
@@ -201,29 +203,33 @@ class SequentialNodes:
 
     def write_messages(self, meter: Meter, tag: MessageTag) -> None:
         """Write the messages by which the first rank would have exchanged the buckets into a ledger."""
-        inside = Meter(0, self._per_node, [0] * self._per_node, DIRECT, meter.ledger)
-        between = Meter(0, self._nodes, range(self._nodes), DIRECT, meter.ledger)
+        per_node, nodes = self._sizes[0], len(self._sizes)
+        inside = Meter(0, per_node, [0] * per_node, DIRECT, meter.ledger)
+        between = Meter(0, nodes, range(nodes), DIRECT, meter.ledger)
         with inside.tagged(tag):
-            for message in messages_inside(self._plan, self._shares, "all_to_all"):
+            for message in messages_inside(self._plan, self._shares[:per_node], "all_to_all"):
                 message.write(inside)
         self._columns[0].write_messages(between, tag)
         with inside.tagged(tag):
-            for message in messages_inside(self._plan, self._shares, "all_gather"):
+            for message in messages_inside(self._plan, self._shares[:per_node], "all_gather"):
                 message.write(inside)
 
 
-def move_states(states: States, arrays: Sequence[np.ndarray], shares: Shares, owned: Sequence[Owned]) -> None:
+def move_states(
+    states: States, arrays: Sequence[np.ndarray], shares: Shares, sizes: Sequence[int], owned: Sequence[Owned]
+) -> None:
     """Move what ranks keep of buckets to the ranks that they belong to, as ``hierarchical.move_states`` does.
 
     Args:
         states: what compressors keep, by rank and bucket.
         arrays: a flat array of each bucket.
-        shares: of each rank of a node the numbers of its buckets.
+        shares: of each rank of the largest node the numbers of its buckets.
+        sizes: the ranks of each node.
         owned: of each rank, what it owned of each bucket in the last step; forgotten where a rank has taken over more.
     """
-    per_node = len(shares)
-    for first in range(0, len(states), per_node):
-        node = states[first : first + per_node]
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        first = end - size
+        node = states[first:end]
         for place, share in enumerate(shares):
             for number in share:
                 if _gather([of_rank[number] for of_rank in node], place, arrays[number]):

@@ -34,7 +34,7 @@ from distopt.engine.reducers import Reducer, Reducers, Vote
 from distopt.engine.spec import GradientHook, Options, StepSpec, among, shows
 from distopt.engine.undo import Undo
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.hierarchical import NodeExchange
+from distopt.exchange.hierarchical import NodeExchange, node_ranks
 from distopt.exchange.sharding import ShardBounds
 from distopt.exchange.two_phase import Owned
 from distopt.lab.observe.hook import QualityHook
@@ -362,14 +362,15 @@ class SequentialReducers(Reducers):
 
     def _by_nodes(self, plan: NodeExchange, buckets: Sequence[Bucket], spec: StepSpec) -> SequentialNodes:
         """Return an exchange by nodes, once states lie where it needs them."""
-        per_node, kept = len(plan.shares), self.losses.states_of(len(buckets))
-        move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, self._owned_by_rank)
+        groups, kept = node_ranks(self._ranks.hosts), self.losses.states_of(len(buckets))
+        sizes = [len(group) for group in groups]
+        move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, sizes, self._owned_by_rank)
         kept = [[prefixed(state, plan.compressor.traits) for state in states] for states in kept]
         columns, tag = list[SequentialBuckets](), self._engine.step_context.tag()
         for place, phases in enumerate(plan.phases):
-            owned = self._owned_by_rank[place::per_node]
+            owned = [self._owned_by_rank[group[place]] for group in groups if place < len(group)]
             columns.append(SequentialBuckets(plan.compressor, phases, owned, ShardBounds(), spec.break_even, tag))
-        return SequentialNodes(plan.shares, self._ranks.size // per_node, columns, kept)
+        return SequentialNodes(plan.shares, sizes, columns, kept)
 
 
 class Simulation(SingaModes):
@@ -379,7 +380,7 @@ class Simulation(SingaModes):
     give to its own, with the same parameters for all.  The ranks go one after the other through the same packing,
     compression and decompression, bucket by bucket; there is one copy of the parameters, of the optimizer's state, of
     gradients and of their sum, and only what a compressor keeps is there P times.  Parameters have the bits that P
-    ranks get with ``deterministic=True``, or by nodes where ``hosts`` are several with as many ranks each.
+    ranks get with ``deterministic=True``, or by nodes where ``hosts`` are several with several ranks.
 
     What a compressor keeps is in no ``state_dict``, so the plan is fixed by the first step, and there are no
     checkpoints, and no tape is recorded.  A loss that raises or is not finite raises what it does on P ranks, and ends

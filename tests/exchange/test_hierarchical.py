@@ -27,7 +27,7 @@ from distopt.compress import (
     TwoBit,
 )
 from distopt.compress.base import of_sum
-from distopt.exchange.hierarchical import share_out
+from distopt.exchange.hierarchical import fits_nodes, share_out
 from distopt.exchange.sharding import ShardBounds
 from distopt.lab import buckets as planned
 from distopt.lab import mode, step_ledger
@@ -49,10 +49,15 @@ SENDERS = [
 ]
 
 
-def on_nodes(comm, per_node):
-    """Ranks of one process, as if they were on several machines."""
-    comm._hosts = [rank // per_node for rank in range(comm.size)]
+def on_nodes(comm, sizes):
+    """Ranks of one process, as if they were on several machines: of so many ranks each, or all of as many."""
+    sizes = [sizes] * (comm.size // sizes) if isinstance(sizes, int) else sizes
+    comm._hosts = hosts_of(sizes)
     return comm
+
+
+def hosts_of(sizes):
+    return [node for node, size in enumerate(sizes) for _ in range(size)]
 
 
 trained = functools.partial(training.trained, exchanges=("nodes",))
@@ -122,12 +127,14 @@ def test_what_owners_owe_between_nodes_is_sent_in_two_phases_too(monkeypatch):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("per_node", [1, 2, 3, 6])
+@pytest.mark.parametrize("per_node", [1, 2, 3, 6, [3, 1, 2], [5, 1]], ids=str)
 @pytest.mark.parametrize("exchanges", [("nodes",), ("gather", "nodes", "two_phase", "nodes", "gather")])
 @pytest.mark.parametrize("sender", [TopK(0.05), Packed(Threshold(3.0)), TwoBit(2.0), Int8(64)], ids=repr)
 def test_nothing_is_lost_between_ranks_owners_and_nodes(sender, exchanges, per_node, monkeypatch):
     """P x applied + all that any rank keeps == the sum of all gradients, also where the exchange changes."""
     two_phases_between(monkeypatch)
+    if isinstance(per_node, list) and isinstance(sender, Packed | TwoBit):
+        sender = TopK(0.3)  # thresholds differ between such nodes
 
     def main(comm):
         return trained(on_nodes(comm, per_node), ErrorFeedback(sender), 5, exchanges=exchanges)[:2]
@@ -142,7 +149,7 @@ def test_nothing_is_lost_between_ranks_owners_and_nodes(sender, exchanges, per_n
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("compressor", [TopK(1.0), ErrorFeedback(TopK(1.0)), Dense()], ids=repr)
-@pytest.mark.parametrize("per_node", [1, 2, 4])
+@pytest.mark.parametrize("per_node", [1, 2, 4, [3, 1], [1, 2, 1]], ids=str)
 def test_all_entries_are_the_dense_sum(compressor, per_node):
     """In integers, whose sums do not depend on the order; in floats all ranks have the same bits."""
 
@@ -185,7 +192,7 @@ def test_what_a_rank_keeps_lies_with_the_rank_that_has_the_bucket():
     assert ranks[1][0] == ranks[3][0]
     assert not ranks[0][0] & ranks[1][0]
     assert ranks[0][0] | ranks[1][0] == {f"p{k}" for k in range(6)}
-    assert ranks[0][1] == "exchange: 2 nodes of 2 ranks, between them gather"
+    assert ranks[0][1] == "exchange: 2 nodes of 2 ranks, between them gather"  # as it was asked to
 
     def joins(comm):
         comm = on_nodes(comm, 2)
@@ -219,13 +226,15 @@ def chosen(comm, hosts, compressor, shapes=LARGE, exchange="auto", prepare=lambd
 
 
 @pytest.mark.parametrize("compressor", [Half(), Half("bfloat16"), Int8(), ErrorFeedback(Int8()), Int4()], ids=repr)
-def test_ranks_that_share_hosts_add_up_before_they_compress(compressor):
-    """Where that is asked for, and where nothing is."""
+@pytest.mark.parametrize(("hosts", "nodes"), [([0, 0, 1, 1], "2 nodes of 2 ranks"), ([0, 0, 0, 1], "3 and 1 ranks")])
+def test_ranks_that_share_hosts_add_up_before_they_compress(compressor, hosts, nodes):
+    """Where that is asked for, and where nothing is; the plan says why."""
+    line = nodes
 
     def main(comm):
-        auto, nodes = (chosen(comm, [0, 0, 1, 1], compressor, exchange=e) for e in ("auto", "nodes"))
-        assert auto[0] == nodes[0]
-        assert "2 nodes of 2 ranks" in auto[0]
+        auto, nodes = (chosen(comm, hosts, compressor, exchange=e) for e in ("auto", "nodes"))
+        assert auto[0] == nodes[0] + " (auto: what leaves a node does not grow with its ranks)"
+        assert line in auto[0]
         for a, b in zip(auto[1], nodes[1], strict=True):
             assert a.tobytes() == b.tobytes()
 
@@ -246,12 +255,11 @@ def test_what_would_train_something_else_is_not_added_up(compressor):
     [
         ([0, 0, 0, 0], {}),
         ([0, 1, 2, 3], {}),
-        ([0, 0, 0, 1], {}),
         ([0, 0, 1, 1], {"deterministic": True}),
         ([0, 0, 1, 1], {"shapes": [(1000,)]}),
         ([0, 0, 1, 1], {"prepare": lambda opt: opt.observe(lambda *seen: None, every=1)}),
     ],
-    ids=["one host", "a rank each", "hosts of three and one", "deterministic", "few bytes", "observed"],
+    ids=["one host", "a rank each", "deterministic", "few bytes", "observed"],
 )
 def test_ranks_that_cannot_or_need_not_add_up_do_not(hosts, more):
     assert not any("node" in line for line, _ in run_ranks(4, lambda comm: chosen(comm, hosts, Half(), **more)))
@@ -285,12 +293,13 @@ LEAVING = [Half(), Int8(), Dense(), *map(ErrorFeedback, (Int8(), Half("bfloat16"
 
 
 @pytest.mark.parametrize("compressor", LEAVING, ids=repr)
-@pytest.mark.parametrize("size", [4, 6])
-def test_buckets_leave_by_nodes_while_gradients_come(compressor, size):
+@pytest.mark.parametrize("sizes", [[2, 2], [2, 2, 2], [3, 1]], ids=str)
+def test_buckets_leave_by_nodes_while_gradients_come(compressor, sizes):
     """With the bits of all gradients at once; an error of one rank halfway is one of all, and they go on."""
+    size = sum(sizes)
 
     def main(comm):
-        comm._hosts, seen = [rank // 2 for rank in range(size)], []
+        comm, seen = on_nodes(comm, sizes), []
         for overlap in (False, True):
             params = [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(LARGE)]
             opt = DistOpt(SGD(1.0), comm, threshold=40_000, overlap=overlap)
@@ -326,11 +335,11 @@ FORMULAS = ["dense", "half", "topk=0.0625", "topk=0.0625+packed", "2bit", "1bit"
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("per_node", [1, 2, 4, 8])
-@pytest.mark.parametrize("ranks", [1, 2, 8, 16, 64])
+@pytest.mark.parametrize("ranks", [1, 2, 8, 11, 16, 64])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_the_ledger_is_the_formula(name, ranks, per_node):
-    """Of the first rank, at any number of virtual ranks."""
-    if ranks % per_node:
+    """Of the first rank, at any number of virtual ranks; the last node may have fewer."""
+    if ranks % per_node and (ranks < per_node or "bit" in name):
         per_node = 1
     shapes, used = [(f"p{k}", (640, 8)) for k in range(5)], mode(name)
     layouts = planned(shapes, 6000)
@@ -431,11 +440,12 @@ def over_a_network(comm, name, exchange):
     return {"w": w, "between": sum(between.values()), "gradients": between["gradients"], "leaves": leaves > 0}
 
 
-def test_a_budget_counts_what_leaves_a_node():
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1]], ids=str)
+def test_a_budget_counts_what_leaves_a_node(sizes):
     """The mean over ranks, also in a step after one of another exchange."""
 
     def main(comm):
-        metered = Metered(on_nodes(comm, 2))
+        metered = Metered(on_nodes(comm, sizes))
         w, opt = Parameter("w", np.zeros(40_000, np.float32)), DistOpt(SGD(1.0), metered)
         for step, exchange in enumerate(("two_phase", "nodes")):
             g = np.random.default_rng([comm.rank, step]).standard_normal(w.data.shape, np.float32)
@@ -451,15 +461,18 @@ def test_a_budget_counts_what_leaves_a_node():
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("compressor", SENDERS, ids=repr)
-@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (6, 2), (6, 3)])
-def test_virtual_ranks_have_the_bits_and_bytes_of_threads(compressor, size, per_node, monkeypatch):
+@pytest.mark.parametrize("sizes", [[2, 2], [2, 2, 2], [3, 3], [2, 3, 1]], ids=str)
+def test_virtual_ranks_have_the_bits_and_bytes_of_threads(compressor, sizes, monkeypatch):
     two_phases_between(monkeypatch)
+    size = sum(sizes)
+    if sizes == [2, 3, 1] and not fits_nodes(compressor, sizes):
+        sizes = [2, 2, 2]
 
     def main(comm):
-        metered = Metered(on_nodes(comm, per_node))
+        metered = Metered(on_nodes(comm, sizes))
         return *trained(metered, compressor, 3)[:2], metered.ledger.total()
 
-    params, sim = zeros(), simulate(size, SGD(1.0), hosts=[r // per_node for r in range(size)], threshold=300)
+    params, sim = zeros(), simulate(size, SGD(1.0), hosts=hosts_of(sizes), threshold=300)
     for step in range(3):
         sim.step(
             lambda rank, step=step: list(zip(params, integers(rank, step), strict=True)), compressor, False, "nodes"
@@ -509,8 +522,11 @@ def test_a_checkpoint_goes_on_to_the_bit(sender, tmp_path):
         assert [x.tobytes() for x in resumed] == [x.tobytes() for x in expected]
 
 
-@pytest.mark.parametrize("sender", [TopK(0.05), TwoBit(2.0)], ids=repr)
-@pytest.mark.parametrize(("size", "per_node"), [(6, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("size", "per_node", "sender"),
+    [(6, 3, TopK(0.05)), (6, 3, TwoBit(2.0)), (3, 1, TwoBit(2.0)), (4, [3, 1], TopK(0.05)), (6, [1, 2, 3], TopK(0.05))],
+    ids=str,
+)
 def test_other_nodes_go_on_with_the_same_pending_mean(sender, size, per_node, tmp_path):
     """From 2 nodes of 2 ranks: the mean over ranks of all that is kept stays."""
 
@@ -537,12 +553,17 @@ def test_other_nodes_go_on_with_the_same_pending_mean(sender, size, per_node, tm
 # ----------------------------------------------------------------------------------------------------- bad input
 
 
-def test_nodes_of_different_sizes_are_refused_on_every_rank():
+THRESHOLDS = [TwoBit(0.1), Packed(Threshold(0.1)), ErrorFeedback(OneBit(0.1)), OneBit(scale="unit")]
+
+
+@pytest.mark.parametrize("compressor", THRESHOLDS, ids=repr)
+def test_nodes_of_different_sizes_have_no_thresholds_in_common(compressor):
+    """Refused on every rank, which go on."""
+
     def main(comm):
-        comm._hosts = [0, 0, 1]
-        p, opt = Parameter("w", np.zeros(10, np.float32)), DistOpt(SGD(1.0), comm)
+        p, opt = Parameter("w", np.zeros(10, np.float32)), DistOpt(SGD(1.0), on_nodes(comm, [2, 1]))
         with pytest.raises(ValueError, match="every node has as many ranks, got 'nodes' with nodes of 2, 1 ranks"):
-            opt.step([(p, np.ones(10, np.float32))], TopK(0.1), exchange="nodes")
+            opt.step([(p, np.ones(10, np.float32))], compressor, exchange="nodes")
         opt.step([(p, np.ones(10, np.float32))], Dense())
         return p.data.tolist()
 
@@ -615,10 +636,10 @@ def test_plain_gradients_of_virtual_ranks_need_hosts_one_after_the_other():
         sim.step(lambda rank: [(p, np.ones(10, np.float32))], TopK(0.1), exchange="nodes")
 
 
-@pytest.mark.parametrize("sender", [TopK(0.1), Packed(TopK(0.1))], ids=repr)
+@pytest.mark.parametrize("sender", [TopK(0.1), Packed(TopK(0.1)), Threshold(0.1)], ids=repr)
 def test_ranks_go_on_by_nodes_or_without_them_when_some_are_lost(sender, monkeypatch):
-    """Nodes of 2 and 2 ranks, then of 2 and 1, of which all ranks exchange, then of 1 and 1.  Nothing is lost with
-    ranks that have sent what they had, and own nothing of their node.
+    """Nodes of 2 and 2 ranks, then of 2 and 1, where a threshold is exchanged by all, then of 1 and 1.  Nothing is lost
+    with ranks that have sent what they had, and own nothing of their node.
     """
     two_phases_between(monkeypatch)
     lost_at = {3: 2, 1: 40}  # the step of each rank that is lost
@@ -646,4 +667,4 @@ def test_ranks_go_on_by_nodes_or_without_them_when_some_are_lost(sender, monkeyp
     np.testing.assert_allclose(between, before - (2 * (1 + 2 + 3 + 4) + 4 * before) / 3, rtol=1e-12)
     np.testing.assert_allclose(found, between - 2 * (1 + 3) / 2, rtol=1e-12)
     assert [plans[0], plans[60]] == ["2 nodes of 2 ranks", "2 nodes of 1 rank"]
-    assert "node" not in plans[20]
+    assert plans[20] == ("two-phase" if isinstance(sender, Threshold) else "2 nodes of 2 and 1 ranks")

@@ -24,6 +24,7 @@ from distopt.compress import (
     TwoBit,
 )
 from distopt.exchange import two_phases
+from distopt.exchange.choice import reason
 from distopt.kernels.layout import BucketLayout
 from distopt.optim import SGD
 from launch import needs_mpi, run_mpi
@@ -168,6 +169,8 @@ def test_a_bucket_that_is_no_fewer_bytes_than_dense_is_summed_as_one():
 
 
 def test_the_plan_says_which_exchange_a_step_took():
+    """And, where it was not asked to, why."""
+
     def main(comm):
         values = []
         for exchange, compressor in (
@@ -184,8 +187,34 @@ def test_the_plan_says_which_exchange_a_step_took():
     first, exact, gathered, dense = run_ranks(3, main)[0]
     assert first[-1] == "exchange: two-phase, 3 shards of 320 to 360 elements"
     assert exact[-1].endswith("elements; sums are exact, and their bytes grow with the ranks")
-    assert gathered[-1] == "exchange: gather"
+    assert gathered[-1] == "exchange: gather (auto: payloads of all other ranks are below 64 KiB)"
     assert len(dense) == 1
+
+
+class Whole(TopK):
+    """One of a user's own, which has no shards."""
+
+    def sharded(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("taken", "compressor", "ranks", "why"),
+    [
+        ("gather", TopK(0.1), 1, "there is one rank"),
+        ("gather", TopK(0.1), 2, "two ranks send each other one payload"),
+        ("gather", TopK(0.001), 3, "payloads of all other ranks are below 64 KiB"),
+        ("gather", TopK(1.0), 3, "two phases would send no less than dense sums"),
+        ("gather", Whole(0.1), 3, "its payloads can only be gathered"),
+        ("two_phase", TopK(0.1), 8, "less than the payloads of 7 other ranks"),
+        ("nodes", Int8(), 8, "what leaves a node does not grow with its ranks"),
+    ],
+    ids=str,
+)
+def test_a_choice_has_a_reason(taken, compressor, ranks, why):
+    plan = plan_of(1_000_000)
+    assert reason(taken, compressor, plan, ranks) == why
+    assert taken == "nodes" or (two_phases("auto", compressor, plan, ranks) is not None) == (taken == "two_phase")
 
 
 def test_ranks_that_ask_for_different_exchanges_are_told_so():
