@@ -59,7 +59,7 @@ def computes(pairs, seconds):
 
 def timed_alone(grads, comm):
     """Seconds of a dense step of one rank, which exchanges nothing."""
-    step, write = stepper(Dense(), grads, "auto", comm, overlap=False)
+    step, write, _ = stepper(Dense(), grads, "auto", comm, overlap=False)
     return statistics.median(interleaved({"": lambda: step(list)}, 3, 1, write)[""])
 
 
@@ -74,7 +74,7 @@ def measure(rate, file):
         return MPI.COMM_WORLD.allreduce(seconds, MPI.MAX)
 
     for name, compressor in MODES.items():
-        (late, write), (early, write_too) = (
+        (late, write, _), (early, write_too, _) = (
             stepper(compressor, grads, "auto", overlap=overlap) for overlap in (False, True)
         )
 
@@ -133,7 +133,7 @@ def main():
         return 2
     tables = []
     for ranks in map(int, args.ranks.split(",")):
-        library, found = measured(["-m", "benchmarks.backward", "--rate", args.rate], ranks, LIMIT)
+        library, found = measured(["-m", "benchmarks.backward", "--rate", args.rate], [ranks // 2] * 2, LIMIT)
         tables += show(ranks, args.rate, found)
     report("backward", "\n".join([versions("numpy", "mpi4py"), library, *tables]), args.save)
     return 0

@@ -48,9 +48,9 @@ def exchanges(ranks):
     return {exchange: words for exchange, words in EXCHANGES.items() if ranks > 2 or exchange != "nodes"}
 
 
-def floor(rate):
-    """Seconds for a dense all-reduce of two hosts: each sends as many bytes as there are in the gradients."""
-    return 4 * sum(np.prod(s) for _, s in resnet50()) * 8 / bits_per_second(rate) * 1.045
+def floor(rate, hosts=2):
+    """Seconds for a dense all-reduce: each of two hosts sends as many bytes as there are in the gradients."""
+    return 2 * (hosts - 1) / hosts * 4 * sum(np.prod(s) for _, s in resnet50()) * 8 / bits_per_second(rate) * 1.045
 
 
 def gradients():
@@ -58,27 +58,27 @@ def gradients():
     return {name: np.float32(SCALE) * rng.standard_normal(shape, np.float32) for name, shape in reversed(resnet50())}
 
 
-def stepper(compressor, grads, exchange, comm=None, **options):
-    """What makes a step with a loss of gradients in the memory that is exchanged, and what writes them there."""
+def stepper(compressor, grads, exchange, comm=None, momentum=0.9, **options):
+    """What makes a step with a loss of gradients in the memory that is exchanged, what writes them; the optimizer."""
     params = [distopt.Parameter(name, np.zeros_like(g)) for name, g in grads.items()]
-    opt = distopt.DistOpt(SGD(0.1, momentum=0.0 if compressor.traits.corrects_momentum else 0.9), comm, **options)
+    opt = distopt.DistOpt(SGD(0.1, momentum=0.0 if compressor.traits.corrects_momentum else momentum), comm, **options)
     pairs = list(zip(params, opt.gradient_views(params), strict=True))
 
     def write():
         for (_, view), g in zip(pairs, grads.values(), strict=True):
             view[...] = g
 
-    return lambda loss: opt.step(loss(pairs), compressor, exchange=exchange), write
+    return lambda loss: opt.step(loss(pairs), compressor, exchange=exchange), write, opt
 
 
 def distopt_step(compressor, grads, exchange="gather"):
     """A step whose gradients lie ready, and what writes them."""
-    step, write = stepper(compressor, grads, exchange)
+    step, write, _ = stepper(compressor, grads, exchange)
     return lambda: step(list), write
 
 
-def ddp_cases(world, grads):
-    """torch's own steps, or none without torch; their gradients are never overwritten."""
+def ddp_steps(world, grads, momentum=0.9):
+    """What makes torch's own steps, by name, or none without torch; their gradients are never overwritten."""
     try:
         import torch
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -94,19 +94,18 @@ def ddp_cases(world, grads):
         model = ddp.distributed(ddp.Model([g.shape for g in ready], lambda: ready), **options)
         if hook:
             model.register_comm_hook(*hook)
-        return ddp.step_of(model, lr=0.1, momentum=0.9)
+        return ddp.step_of(model, lr=0.1, momentum=momentum), lambda: None
 
-    def nothing():
-        pass
-
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    steps = {
-        "torch DDP": step(),
-        "torch DDP, fp16": step((None, default_hooks.fp16_compress_hook)),
+    def power():
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         # with more buckets its collectives start in different orders on the ranks, and gloo aborts
-        "torch DDP, PowerSGD rank 1": step((state, powerSGD_hook.powerSGD_hook), bucket_cap_mb=4096),
+        return step((state, powerSGD_hook.powerSGD_hook), bucket_cap_mb=4096)
+
+    return {
+        "torch DDP": step,
+        "torch DDP, fp16": lambda: step((None, default_hooks.fp16_compress_hook)),
+        "torch DDP, PowerSGD rank 1": power,
     }
-    return {name: (step, nothing) for name, step in steps.items()}
 
 
 def sum_of_one_array(grads):
@@ -129,11 +128,11 @@ def families(world, grads):
         return {f"distopt, {name}, {words}": step for words, step in steps.items()}
 
     several = [lambda name=name, make=make: gathered(name, make) for name, make in GATHERED.items()]
-    return [plain, *several, lambda: ddp_cases(world, grads)]
+    return [plain, *several, lambda: {name: make() for name, make in ddp_steps(world, grads).items()}]
 
 
 def take_turns(cases, rates):
-    """{rate: {case: seconds, round by round}} of the slowest rank."""
+    """{rate: {case: seconds, round by round}} of the slowest rank; cases as of ``families``."""
     from mpi4py import MPI
 
     steps = {name: step for name, (step, _) in cases.items()}
@@ -174,7 +173,8 @@ def measure(rates, file):
 
 def launches(ranks, rates):
     """The MPI library, and times as ``measure`` has them, with the rounds of all launches."""
-    found = [measured(["-m", "benchmarks.link", "--rates", ",".join(rates)], ranks, LIMIT) for _ in range(LAUNCHES)]
+    script, of_hosts = ["-m", "benchmarks.link", "--rates", ",".join(rates)], [ranks // 2] * 2
+    found = [measured(script, of_hosts, LIMIT) for _ in range(LAUNCHES)]
     (library, first), *others = found
     for _, times in others:
         for rate, cases in times.items():

@@ -1,7 +1,7 @@
-"""Two hosts and the cable between them on one machine: network namespaces joined by a shaped veth pair.
+"""Hosts and the switch between them on one machine: network namespaces, each with a shaped cable to a bridge.
 
 Each host has its own network, host name, process ids, shared memory, temporary folder and share of the cores, so that
-an MPI library takes the other one for a distant machine.  Needs root.
+an MPI library takes the others for distant machines.  Needs root.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from benchmarks.measure import MALLOC
 from distopt.run.launcher import find_launcher
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = tuple(f"10.77.0.{number}" for number in range(1, 9))
 INTERFACE = "eth0"
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 APART = ("unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -29,59 +29,66 @@ SHAPED = f"qdisc replace dev {INTERFACE} root tbf burst 256kb latency 20ms rate"
 
 # In place of ssh: what it is given is options, an address, and a command for the shell there.
 AGENT = """#!/bin/sh
-while [ "${{1#-}}" != "$1" ]; do shift; done
-shift
-exec {there} sh -c "$*"
+while [ "${1#-}" != "$1" ]; do shift; done
+address="$1"; shift
+case "$address" in
 """
 
 
 class Hosts(NamedTuple):
-    """Two namespaces, and a folder for what belongs to them."""
+    """Namespaces, and a folder for what belongs to them."""
 
-    names: tuple[str, str]
+    names: tuple[str, ...]
     folder: Path
 
     def on(self, host: int, command: Sequence[str]) -> list[str]:
         """The command that runs a command on a host, as the first of its processes: they all end with it."""
         cores = sorted(os.sched_getaffinity(0))
-        pinned = ("taskset", "-c", ",".join(map(str, cores[host::2] or cores)))
+        pinned = ("taskset", "-c", ",".join(map(str, cores[host % len(cores) :: len(self.names)])))
         start = f'hostname "$0" && export TMPDIR=$(mktemp -d -p {self.folder}) && exec "$@"'
         name = self.names[host]
         return ["ip", "netns", "exec", name, *pinned, *APART, "sh", "-c", start, name, *command]
 
-    def environment(self, brand: str, per_host: int = 1) -> dict[str, str]:
-        """What makes a launcher on the first host start so many ranks on each."""
+    def environment(self, brand: str, ranks: Sequence[int]) -> dict[str, str]:
+        """What makes a launcher on the first host start so many ranks on each, in order."""
         agent, table = self.folder / "agent", self.folder / "hosts"
-        agent.write_text(AGENT.format(there=" ".join(f"'{word}'" for word in self.on(1, []))))
+        there = [" ".join(f"'{word}'" for word in self.on(host, [])) for host in range(len(self.names))]
+        cases = [f'{a}) exec {words} sh -c "$*" ;;\n' for a, words in zip(ADDRESSES, there, strict=False)]
+        agent.write_text("".join([AGENT, *cases, "esac\n"]))
         agent.chmod(0o700)
+        slots = list(zip(ADDRESSES, ranks, strict=False))
         if brand == "MPICH":
-            table.write_text("".join(f"{a}:{per_host}\n" for a in ADDRESSES))
+            table.write_text("".join(f"{a}:{n}\n" for a, n in slots))
             hydra = {"LAUNCHER": "ssh", "LAUNCHER_EXEC": agent, "HOST_FILE": table, "IFACE": INTERFACE}
             return {f"HYDRA_{name}": str(value) for name, value in hydra.items()} | {"UCX_NET_DEVICES": INTERFACE}
-        table.write_text("".join(f"{a} slots={per_host}\n" for a in ADDRESSES))
+        table.write_text("".join(f"{a} slots={n}\n" for a, n in slots))
         prrte = {"plm_ssh_agent": agent, "prte_default_hostfile": table, "prte_if_include": INTERFACE}
         return {f"PRTE_MCA_{name}": str(value) for name, value in prrte.items()} | {"OMPI_MCA_btl": "^ofi"}
 
     def sent(self) -> list[int]:
-        """The bytes that each host has put on the cable so far, headers included."""
+        """The bytes that each host has put on its cable so far, headers included."""
         return [_interface(name)["stats64"]["tx"]["bytes"] for name in self.names]
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str = "") -> Iterator[Hosts]:
-    """Hosts for as long as the context lasts; whatever still runs on them then is killed.
+def joined_hosts(number: int = 2, rate: str = "") -> Iterator[Hosts]:
+    """So many hosts for as long as the context lasts; whatever still runs on them then is killed.
 
-    ``rate``: what the cable carries in each direction, as tc(8) writes it: '1gbit'; empty is as fast as it goes.
+    ``rate``: what each host sends at most, as tc(8) writes it: '1gbit'; empty is as fast as it goes.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"distopt-{os.getpid()}-")))
         stem = folder.name.replace("_", "-")  # which no host may have in its name
-        names = (f"{stem}-a", f"{stem}-b")
-        for name in names:
+        switch, names = f"{stem}-switch", tuple(f"{stem}-{'abcdefgh'[host]}" for host in range(number))
+        for name in (switch, *names):
             _output(f"ip netns add {name}")
             stack.callback(_remove, name)
-        _output(f"ip link add {INTERFACE} netns {names[0]} type veth peer name {INTERFACE} netns {names[1]}")
-        for name, address in zip(names, ADDRESSES, strict=True):
+        _output(f"ip -netns {switch} link add ports type bridge")
+        _output(f"ip -netns {switch} link set ports up")
+        for name, address in zip(names, ADDRESSES, strict=False):
+            port = f"port{address[-1]}"
+            _output(f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}")
+            _output(f"ip -netns {switch} link set {port} master ports up")
             _output(f"ip -netns {name} address add {address}/24 dev {INTERFACE}")
             for interface in ("lo", INTERFACE):
                 _output(f"ip -netns {name} link set {interface} up")
@@ -92,16 +99,16 @@ def two_hosts(rate: str = "") -> Iterator[Hosts]:
         yield Hosts(names, folder)
 
 
-def measured(script: Sequence[str], ranks: int, limit: float) -> Any:
-    """What the ranks of a Python script, half of them on each host, write as JSON into the ``--file`` that it is given.
+def measured(script: Sequence[str], ranks: Sequence[int], limit: float) -> Any:
+    """What the ranks of a Python script, so many on each host, write as JSON into the ``--file`` that it is given.
 
     ``script`` is what follows ``python``; it may take so many seconds.
     """
-    launcher = find_launcher()
-    with two_hosts() as hosts:
+    launcher, size = find_launcher(), sum(ranks)
+    with joined_hosts(len(ranks)) as hosts:
         file = hosts.folder / "measured"
-        command = [*launcher.command(ranks), sys.executable, *script, "--file", str(file)]
-        env = launcher.environment(ranks) | hosts.environment(launcher.brand, ranks // 2)
+        command = [*launcher.command(size), sys.executable, *script, "--file", str(file)]
+        env = launcher.environment(size) | hosts.environment(launcher.brand, ranks)
         env |= MALLOC | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
         subprocess.run(hosts.on(0, command), env=env, timeout=limit, check=True)
         return json.loads(file.read_text())

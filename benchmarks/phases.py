@@ -97,7 +97,7 @@ def main():
         return 2
     tables = []
     for ranks in map(int, args.ranks.split(",")):
-        library, times = measured(["-m", "benchmarks.phases", "--rates", args.rates], ranks, LIMIT)
+        library, times = measured(["-m", "benchmarks.phases", "--rates", args.rates], [ranks // 2] * 2, LIMIT)
         tables += show(ranks, times)
     heads = [versions("numpy", "mpi4py"), library, f"a step gathers below {GATHER_BELOW:,} bytes, or with 2 ranks"]
     report("phases", "\n".join([*heads, *tables]), args.save)

@@ -22,7 +22,7 @@ import numpy as np
 
 import distopt
 from benchmarks.measure import report, versions
-from benchmarks.namespaces import missing, shape_closely, two_hosts
+from benchmarks.namespaces import joined_hosts, missing, shape_closely
 from distopt import lab
 from distopt.comm import LocalCommunicator
 from distopt.comm.mpi_control import brand
@@ -137,10 +137,10 @@ def main():
         print(f"benchmarks.predict: {reason}", file=sys.stderr)
         return 2
     launcher = find_launcher()
-    with two_hosts() as hosts:
+    with joined_hosts() as hosts:
         file = hosts.folder / "found"
         script = [sys.executable, "-m", "benchmarks.predict", "--rates", args.rates, "--file", str(file)]
-        env = launcher.environment(2) | hosts.environment(launcher.brand) | {"OMP_NUM_THREADS": "1"}
+        env = launcher.environment(2) | hosts.environment(launcher.brand, [1, 1]) | {"OMP_NUM_THREADS": "1"}
         limit = LIMIT * len(args.rates.split(","))
         subprocess.run(hosts.on(0, [*launcher.command(2), *script]), env=env, timeout=limit, check=True)
         library, results = json.loads(file.read_text())

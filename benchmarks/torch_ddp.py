@@ -30,7 +30,7 @@ import distopt.torch as dt
 from benchmarks import ddp
 from benchmarks.measure import MALLOC, interleaved, report, table, versions
 from benchmarks.models import MODELS
-from benchmarks.namespaces import ADDRESSES, INTERFACE, missing, two_hosts
+from benchmarks.namespaces import ADDRESSES, INTERFACE, joined_hosts, missing
 from benchmarks.torch_models import loss_on_random_images, resnet18, small_cnn
 from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Half, Int8, Packed, TopK
 from distopt.run.launcher import find_launcher
@@ -346,7 +346,7 @@ def launch_on_two_hosts(given):
     if reason:
         print(f"benchmarks.torch_ddp: {reason}", file=sys.stderr)
         return 2
-    with two_hosts(given.link) as hosts, ExitStack() as stack:
+    with joined_hosts(rate=given.link) as hosts, ExitStack() as stack:
         meeting = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
         ranks = []
         for rank in range(given.ranks):

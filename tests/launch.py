@@ -68,13 +68,16 @@ def distopt_run(ranks, *script, timeout=30, **options):
 def run_mpi(size, function, folder, *args, timeout=120, hosts=None):
     """Call ``function(comm, *args)`` on ``size`` MPI ranks; returns the ranks' dicts of arrays, in rank order.
 
-    ``function`` is a module-level function of a module of the tests, ``args`` go through JSON.  ``hosts``: two of
-    ``benchmarks.namespaces``, for half of the ranks each.
+    ``function`` is a module-level function of a module of the tests, ``args`` go through JSON.  ``hosts``: those of
+    ``benchmarks.namespaces``, for as many ranks each.
     """
     launcher = find_launcher()
     command, environment = [*launcher.command(size), sys.executable, __file__], launcher.environment(size)
     if hosts:
-        command, environment = hosts.on(0, command), environment | hosts.environment(launcher.brand, size // 2)
+        command, environment = (
+            hosts.on(0, command),
+            environment | hosts.environment(launcher.brand, [size // len(hosts.names)] * len(hosts.names)),
+        )
     code, output = finish([*command, name_of(function), str(folder), json.dumps(args)], timeout, env=environment)
     assert code == 0, output
     return results(size, folder)

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 # MPI tags of slices on their way to their owners, and from them, which may be at the same time
 SLICES, SUMS = 1, 2
+LEAST_SLICE = 1 << 16  # bytes
 
 
 class MpiCommunicator(SharingCommunicator):
@@ -112,6 +114,9 @@ class MpiCommunicator(SharingCommunicator):
         self._place = self.reason = (
             f"{brand()}{', ' + reason if reason else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         )
+        # Of so many bytes and more, sums are not MPI's.
+        alone = len(set(self._hosts)) == self.size > 2
+        self._slices_from = self.size * LEAST_SLICE if alone else sys.maxsize
         self._rooms = [ReceiveBuffer() for _ in range(UNDER_WAY)]
         self._why = reason
         # by identity; they keep the memory alive that MPI writes to, until `_finish`
@@ -131,7 +136,7 @@ class MpiCommunicator(SharingCommunicator):
             collections.deque(self._sum(flat), maxlen=0)
 
     def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
-        """Yield the sums of arrays, in order; between hosts three sums of 16-bit numbers are under way at once.
+        """Yield the sums of arrays, in order; between hosts three sums are under way at once.
 
         While the slices of one array go to their owners, and the sums of the previous one come back, the caller has the
         result before that and makes the next array, so the network does not wait for arithmetic.  Collective.
@@ -158,18 +163,21 @@ class MpiCommunicator(SharingCommunicator):
     def _sum(self, x: np.ndarray, room: int = 0) -> Iterator[None]:
         """Replace a flat x by its sum, in ``UNDER_WAY`` phases, each of which but the first begins with a wait."""
         # Slices of 16-bit numbers go to their owners, are added up there, and come back; so do those of all numbers if
-        # ranks may be lost (`mpi_losses`).  Else MPI sums other dtypes in the first phase.  Between hosts that is
-        # always the non-blocking call, overlapped or not: some MPI libraries add in another order in the blocking one.
+        # ranks may be lost (`mpi_losses`), and large ones if each of several ranks has a host of its own: no sum sends
+        # fewer bytes, and MPI libraries' do send more.  Else MPI sums other dtypes, between hosts always by the
+        # non-blocking call, overlapped or not: some MPI libraries add in another order in the blocking one.
         # room: index of the receive buffer.
-        if x.dtype not in HALVES and self._base is None:
-            for start in range(0, x.size, self.CHUNK):
-                piece = x[start : start + self.CHUNK]
-                if self.spans_hosts:
-                    exchange = Exchange([self._comm.Iallreduce(mpi().IN_PLACE, piece)], [])
-                    self._begun[id(exchange)] = exchange
-                    self._finish(exchange)
-                else:
+        if x.dtype not in HALVES and self._base is None and x.nbytes < self._slices_from:
+            pieces = [x[start : start + self.CHUNK] for start in range(0, x.size, self.CHUNK)]
+            if not self.spans_hosts:
+                for piece in pieces:
                     self._comm.Allreduce(mpi().IN_PLACE, piece)
+                return
+            exchange = Exchange([self._comm.Iallreduce(mpi().IN_PLACE, piece) for piece in pieces], [])
+            self._begun[id(exchange)] = exchange
+            yield
+            yield
+            self._finish(exchange)
             return
         parts = [x[s] for s in slices(x.size, self.size)]
         local = parts[self.rank]

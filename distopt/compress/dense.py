@@ -20,7 +20,7 @@ class Dense(Compressor):
         True
     """
 
-    traits = Traits(summable=True, lossless=True, elementwise=True)
+    traits = Traits(summable=True, lossless=True, elementwise=True, of_sums=True)
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
         return itemsize * n

@@ -620,9 +620,8 @@ class Reducers:
         settled = self.settled(compressor, usual)
         # A gather of what is added on the wire is the sum over all ranks.
         others = ["gather", *["two_phase"] * (not traits.summable and compressor.sharded() is not None)]
-        same = traits.of_sums or isinstance(compressor, Dense)
         # NCCL's own sums go by nodes.
-        if same and comm.spans_hosts and not (traits.summable and comm.gpu is not None):
+        if traits.of_sums and comm.spans_hosts and not (traits.summable and comm.gpu is not None):
             others += ["nodes"] * (len(set(comm.hosts)) < comm.size)
         phases = self.two_phases(compressor, settled)
         chosen = "nodes" if settled.exchange == "nodes" else "two_phase" if phases else "gather"

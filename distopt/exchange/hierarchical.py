@@ -124,10 +124,11 @@ def fits_nodes(compressor: Compressor, sizes: Sequence[int]) -> bool:
 def adds_inside(exchange: str, compressor: Compressor, plan: Sequence[BucketLayout], hosts: Sequence[int]) -> bool:
     """Tell if gradients are added up inside of nodes before they are compressed: if that is asked for, or if it pays.
 
-    Of what leaves a node it pays for all that is not dense: n ranks send one payload in place of n.  It is not what was
-    asked for where it would train something else, for which a compressor has the trait ``of_sums``.  Payloads that are
-    few bytes stay apart, since an exchange inside a node takes longer than they do.  No measurement takes part, so all
-    ranks choose alike.
+    Of what leaves a node it pays for all that is not dense: n ranks send one payload in place of n.  For dense sums it
+    pays with more nodes than two, of which a library's own sum sends as little.  It is not what was asked for where it
+    would train something else: what may be added up has the trait ``of_sums``.  Payloads that are few bytes stay apart,
+    since an exchange inside a node takes longer than they do; and so do ranks of which one would add up what more than
+    two have, since another node has so few.  No measurement takes part, so all ranks choose alike.
 
     Args:
         exchange: 'nodes', or 'auto', which chooses.
@@ -144,8 +145,9 @@ def adds_inside(exchange: str, compressor: Compressor, plan: Sequence[BucketLayo
     """
     if exchange != "auto" or not compressor.traits.of_sums:
         return exchange == "nodes"
-    nodes, ranks = len(set(hosts)), len(hosts)
-    return 1 < nodes < ranks and (ranks - 1) * gathered_bytes(compressor, plan) >= GATHER_BELOW
+    sizes, ranks = [len(group) for group in node_ranks(hosts)], len(hosts)
+    pays = 1 + compressor.traits.lossless < len(sizes) < ranks and max(sizes) <= 2 * min(sizes)
+    return pays and (ranks - 1) * gathered_bytes(compressor, plan) >= GATHER_BELOW
 
 
 def nodes_of(comm: Communicator) -> Nodes:

@@ -112,7 +112,7 @@ def steps(kind, rate, names, windows, number):
     """A round of steps between two hosts, in all modes in turn."""
 
     def take_turns(experiment):
-        found = measured([str(HOSTS), rate, str(windows), *names], trainings.RANKS, LIMIT)
+        found = measured([str(HOSTS), rate, str(windows), *names], [trainings.RANKS // 2] * 2, LIMIT)
         for k in range(windows):
             experiment(k + 1, {name: round(seconds[k], 6) for name, seconds in found["seconds"].items()})
         return None, {}

@@ -8,7 +8,7 @@ import pytest
 import distopt.exchange.choice
 import laws
 import training
-from benchmarks.namespaces import missing, two_hosts
+from benchmarks.namespaces import joined_hosts, missing
 from distopt import DistOpt, Parameter, run_ranks, simulate
 from distopt.comm import Communicator, Elastic, Metered
 from distopt.comm.communicator import Wrapper
@@ -226,7 +226,7 @@ def chosen(comm, hosts, compressor, shapes=LARGE, exchange="auto", prepare=lambd
 
 
 @pytest.mark.parametrize("compressor", [Half(), Half("bfloat16"), Int8(), ErrorFeedback(Int8()), Int4()], ids=repr)
-@pytest.mark.parametrize(("hosts", "nodes"), [([0, 0, 1, 1], "2 nodes of 2 ranks"), ([0, 0, 0, 1], "3 and 1 ranks")])
+@pytest.mark.parametrize(("hosts", "nodes"), [([0, 0, 1, 1], "2 nodes of 2 ranks"), ([0, 1, 0, 0, 1], "3 and 2 ranks")])
 def test_ranks_that_share_hosts_add_up_before_they_compress(compressor, hosts, nodes):
     """Where that is asked for, and where nothing is; the plan says why."""
     line = nodes
@@ -238,7 +238,7 @@ def test_ranks_that_share_hosts_add_up_before_they_compress(compressor, hosts, n
         for a, b in zip(auto[1], nodes[1], strict=True):
             assert a.tobytes() == b.tobytes()
 
-    run_ranks(4, main)
+    run_ranks(len(hosts), main)
 
 
 @pytest.mark.parametrize(
@@ -250,34 +250,45 @@ def test_what_would_train_something_else_is_not_added_up(compressor):
     assert not any("node" in line for line, _ in run_ranks(4, lambda comm: chosen(comm, [0, 0, 1, 1], compressor)))
 
 
+def test_dense_sums_of_more_hosts_than_two_go_by_nodes():
+    def main(comm):
+        return chosen(comm, [0, 0, 1, 1, 2, 2], Dense())[0], chosen(comm, None, Dense(), deterministic=True)[0]
+
+    for usual, deterministic in run_ranks(6, main):
+        assert usual.startswith("exchange: 3 nodes of 2 ranks, between them all-reduce (auto")
+        assert "node" not in deterministic
+
+
 @pytest.mark.parametrize(
     ("hosts", "more"),
     [
         ([0, 0, 0, 0], {}),
         ([0, 1, 2, 3], {}),
+        ([0, 0, 0, 1], {}),
         ([0, 0, 1, 1], {"deterministic": True}),
         ([0, 0, 1, 1], {"shapes": [(1000,)]}),
         ([0, 0, 1, 1], {"prepare": lambda opt: opt.observe(lambda *seen: None, every=1)}),
     ],
-    ids=["one host", "a rank each", "deterministic", "few bytes", "observed"],
+    ids=["one host", "a rank each", "hosts of three and one", "deterministic", "few bytes", "observed"],
 )
 def test_ranks_that_cannot_or_need_not_add_up_do_not(hosts, more):
     assert not any("node" in line for line, _ in run_ranks(4, lambda comm: chosen(comm, hosts, Half(), **more)))
 
 
-@pytest.mark.parametrize("name", ["half", "int8"])
-def test_virtual_ranks_and_forecasts_choose_as_ranks_do(name):
+@pytest.mark.parametrize(("name", "ranks"), [("half", 4), ("int8", 4), ("dense", 4), ("dense", 6)])
+def test_virtual_ranks_and_forecasts_choose_as_ranks_do(name, ranks):
     compressor, sent = mode(name).compressor, []
+    hosts = [rank // 2 for rank in range(ranks)]
 
     def main(comm):
         metered = Metered(comm)
-        metered.comm._hosts = [0, 0, 1, 1]
+        metered.comm._hosts = hosts
         values = chosen(metered, None, compressor)[1]
         return values, metered.ledger.total()
 
-    values, total = run_ranks(4, main)[0]
+    values, total = run_ranks(ranks, main)[0]
     params = [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(LARGE)]
-    sim = simulate(4, SGD(1.0), hosts=[0, 0, 1, 1], threshold=40_000)
+    sim = simulate(ranks, SGD(1.0), hosts=hosts, threshold=40_000)
     for step in range(2):
         sim.step(lambda rank, step=step: list(zip(params, integers(rank, step, shapes=LARGE), strict=True)), compressor)
         rows = sim.ledger.by("step", "phase")
@@ -286,7 +297,7 @@ def test_virtual_ranks_and_forecasts_choose_as_ranks_do(name):
         assert p.data.tobytes() == x.tobytes()
     assert sim.ledger.total() == total
     layouts = planned([(f"p{k}", shape) for k, shape in enumerate(LARGE)], 40_000)
-    assert sent == [step_ledger(layouts, mode(name), 4, 2).total()["sent_between"]] * 2
+    assert sent == [step_ledger(layouts, mode(name), ranks, 2).total()["sent_between"]] * 2
 
 
 LEAVING = [Half(), Int8(), Dense(), *map(ErrorFeedback, (Int8(), Half("bfloat16"), TopK(0.05)))]
@@ -395,7 +406,7 @@ def test_nodes_are_the_hosts_of_a_network(name, tmp_path):
     reason = missing()
     if reason:
         pytest.skip(reason)
-    with two_hosts("1gbit") as hosts:
+    with joined_hosts(rate="1gbit") as hosts:
         before = sum(hosts.sent())
         chosen = "auto" if name in ("half", "int8") else "nodes"
         processes = run_mpi(4, over_a_network, tmp_path, name, chosen, hosts=hosts)

@@ -33,7 +33,7 @@ import launch
 
 launch.extend_path()  # the project comes last, or its sources would hide an installed distopt
 
-from benchmarks.namespaces import ADDRESSES, cut, two_hosts  # noqa: E402
+from benchmarks.namespaces import ADDRESSES, cut, joined_hosts  # noqa: E402
 from distopt.comm.keepalive import SECONDS  # noqa: E402
 from distopt.compress.state import pending  # noqa: E402  the tests are no package
 from laws import inputs  # noqa: E402
@@ -113,7 +113,7 @@ def vanish(mode, ranks, seed, folder):
     """Start a job on two hosts, cut the cable, and check what is left on the first one; (ranks before, seconds)."""
     rng, jobs = random.Random(f"{mode} {seed}"), []
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTOPT_SECRET": f"{rng.random()}"}
-    with two_hosts() as hosts, (folder / "output").open("w") as output:
+    with joined_hosts() as hosts, (folder / "output").open("w") as output:
         for node in (0, 1):
             command = [sys.executable, "-m", "distopt", "run", "-n", str(ranks // 2), "--elastic", "--nodes", "2"]
             command += ["--node", str(node), "--at", f"{ADDRESSES[0]}:29400", __file__, "--rank", mode, str(folder)]
