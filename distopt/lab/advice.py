@@ -223,7 +223,9 @@ def notes(wire: Wire, measured: bool) -> list[str]:
     compute = "measured on one thread of this machine (a GPU takes another one)" if measured else "adding up alone"
     lines = [f"wire time: predicted; compute: {compute}; the update and what else a step takes are in neither"]
     if wire.per_node > 1:
-        lines.append("wire bytes: each rank to all others; wire time: within nodes first, as MPI and NCCL do it")
+        lines.append(
+            "wire bytes: each rank to all others, or by nodes where a step goes so; wire time: within nodes first"
+        )
     return lines
 
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from distopt.lab.forecast import sendings
 from distopt.lab.modes import Mode, mode
 from distopt.lab.network import Network
 from distopt.lab.question import Question
@@ -62,7 +61,7 @@ def bandwidth(question: Question, mode: Mode) -> float | None:
     network = question.wire
     if not isinstance(network, Network) or 1 < question.ranks <= network.per_node:
         return None
-    sent = [(m, sendings(question.buckets, m, question.ranks, exchange=question.exchange)) for m in (mode, DENSE)]
+    sent = [(m, question.sent(m)) for m in (mode, DENSE)]
 
     def faster(rate: float) -> bool:
         faster_link = question._replace(wire=network.at_bandwidth(rate))

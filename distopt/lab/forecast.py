@@ -29,6 +29,8 @@ class Sending(NamedTuple):
         elements: the elements of the bucket.
         decompressed: bytes of payloads that arrive to be decompressed: their sum, or those of all ranks.
         collectives: verbs and the bytes that they are given, as ``cost.seconds`` wants them.
+        inside: those among the ranks of a node, where gradients are added up inside before they are compressed.
+        between: those among the nodes, then; each rank of a node has them for a share of the buckets.
 
     Example:
         >>> from distopt.lab import Sending
@@ -39,6 +41,8 @@ class Sending(NamedTuple):
     elements: int
     decompressed: int
     collectives: tuple[tuple[str, int], ...]
+    inside: tuple[tuple[str, int], ...] = ()
+    between: tuple[tuple[str, int], ...] = ()
 
 
 class Forecast(NamedTuple):
@@ -243,21 +247,13 @@ def exchange_ledger(
         between = Meter(0, len(sizes), range(len(sizes)), DIRECT, ledger)
         sent = [(inside, found.sums), (between, found.between[0]), (inside, found.results)]
     else:
-        sent = [(Meter(0, ranks, hosts, DIRECT, ledger), messages(buckets, mode, ranks, break_even, exchange))]
+        found_by_all = _known(step_messages(buckets, mode.compressor, ranks, break_even, exchange), mode)
+        sent = [(Meter(0, ranks, hosts, DIRECT, ledger), found_by_all)]
     for meter, those in sent:
         for message in those:
             with meter.tagged(MessageTag("gradients", 0, message.bucket)):
                 message.write(meter)
     return ledger
-
-
-def messages(
-    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool = True, exchange: str = "auto"
-) -> list[Message]:
-    """Return the messages of a step; ValueError, with a remedy, if their lengths depend on the gradients."""
-    if exchange == "nodes":
-        raise ValueError("exchange must be 'auto', 'gather' or 'two_phase' where seconds are predicted, got 'nodes'")
-    return _known(step_messages(buckets, mode.compressor, ranks, break_even, exchange), mode)
 
 
 def _known(found: T | None, mode: Mode) -> T:
@@ -271,7 +267,12 @@ def _known(found: T | None, mode: Mode) -> T:
 
 
 def sendings(
-    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool = True, exchange: str = "auto"
+    buckets: Sequence[BucketLayout],
+    mode: Mode,
+    ranks: int,
+    break_even: bool = True,
+    exchange: str = "auto",
+    per_node: int = 1,
 ) -> list[Sending]:
     """Return the messages that ``forecast`` counts, for predictions of how long they take.
 
@@ -280,7 +281,8 @@ def sendings(
         mode: the compression mode.
         ranks: the number of ranks.
         break_even: whether a bucket is all-reduced as dense where that is less.
-        exchange: 'gather', 'two_phase' or 'auto'.
+        exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
+        per_node: ranks on each host.
 
     Returns:
         One ``Sending`` per bucket, and a last one of no elements for messages of all buckets, if there are any; with
@@ -291,15 +293,32 @@ def sendings(
 
     Example:
         >>> from distopt.lab import buckets, mode, sendings
-        >>> sendings(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4)
-        [Sending(elements=1000000, decompressed=4000000, collectives=(('all_reduce', 4000000),))]
+        >>> [sending.collectives for sending in sendings(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4)]
+        [(('all_reduce', 4000000),)]
     """
-    found = []
+    if exchange == "nodes" and per_node == 1:
+        exchange = "auto"
+    found, hosts = list[Sending](), [rank // per_node for rank in range(ranks)]
     for those in exchanges(buckets, mode):
         calls: dict[int | None, list[tuple[str, int]]] = {number: [] for number in range(len(those))}
-        for message in messages(those, mode, ranks, break_even, exchange):
-            calls.setdefault(message.bucket, []).append(_call(message, ranks))
-        found += [_sending(0 if k is None else those[k].extent, mode, sends) for k, sends in calls.items()]
+        by_nodes = adds_inside(exchange, mode.compressor, those, hosts)
+        if by_nodes:
+            sizes = [len(group) for group in node_ranks(hosts)]
+            of_nodes, size = _known(node_messages(those, mode.compressor, sizes, break_even), mode), len(sizes)
+            sent = [message for column in of_nodes.between for message in column]
+        else:
+            sent, size = _known(step_messages(those, mode.compressor, ranks, break_even, exchange), mode), ranks
+        for message in sent:
+            calls.setdefault(message.bucket, []).append(_call(message, size))
+        for number, sends in calls.items():
+            sending = _sending(0 if number is None else those[number].extent, mode, sends)
+            if by_nodes:
+                elements, decompressed, between = (*sending[:2], sending.collectives)
+                nbytes = 0 if number is None else elements * those[number].dtype.itemsize
+                inside = ("reduce_scatter", nbytes), ("all_gather", nbytes)
+                share = min(sizes)  # of a rank, which compresses and decompresses no more
+                sending = Sending(elements // share, decompressed // share, (), inside, between)
+            found.append(sending)
     return found
 
 

@@ -45,10 +45,8 @@ class Network(NamedTuple):
         Raises:
             ValueError: for another verb, and for ranks that do not fill their nodes.
         """
-        local = min(self.per_node, size)
-        if size % local:
-            raise ValueError(f"ranks must fill nodes of {local}, got {size}")
-        nodes, link = size // local, self.link.shared(local)
+        local, nodes = self.filled(size)
+        link = self.link.shared(local)
         if local == 1:
             return cost.seconds(verb, nbytes, size, self.link)
         if verb == "all_reduce":
@@ -61,6 +59,13 @@ class Network(NamedTuple):
             raise ValueError(f"verb must be {verbs} where nodes have several ranks, got {verb!r}")
         between = cost.seconds(verb, nbytes / local, nodes, link)
         return between + cost.seconds(verb, nbytes, local, self.inside)
+
+    def filled(self, size: int) -> tuple[int, int]:
+        """Return the ranks of a node, and the nodes; ValueError for ranks that do not fill their nodes."""
+        local = min(self.per_node, size)
+        if size % local:
+            raise ValueError(f"ranks must fill nodes of {local}, got {size}")
+        return local, size // local
 
     def at_bandwidth(self, bandwidth: float) -> "Network":
         """Return the same network with a link of another bandwidth, in bytes per second, between nodes."""

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from distopt.kernels.layout import BucketLayout
+from distopt.lab import cost
 from distopt.lab.compute import FREE, Compute
 from distopt.lab.forecast import Sending, sendings
 from distopt.lab.modes import Mode
-from distopt.lab.network import Wire
+from distopt.lab.network import Network, Wire
 
 Computes = Mapping[tuple[str, float], Compute]  # by (kind of mode, density or 1)
 
@@ -46,7 +47,7 @@ class Question(NamedTuple):
         backward: the seconds of a backward pass, until the last gradient is ready.
         computes: the measured compute cost by (kind of mode, density); 1 stands for a mode without a density.
         overlap: whether buckets travel while the backward pass goes on, unless all have their messages together.
-        exchange: 'gather', 'two_phase' or 'auto', as of a step.
+        exchange: 'gather', 'two_phase', 'nodes' or 'auto', as of a step.
 
     Example:
         >>> from distopt.lab import Question, buckets, mode, network
@@ -65,8 +66,11 @@ class Question(NamedTuple):
 
     def predict(self, mode: Mode) -> Prediction:
         """Predict the seconds of a step in a mode."""
-        sent = sendings(self.buckets, mode, self.ranks, exchange=self.exchange)
-        return self.timed(sent, mode, self.compute(mode))
+        return self.timed(self.sent(mode), mode, self.compute(mode))
+
+    def sent(self, mode: Mode) -> list[Sending]:
+        """Return the messages of a step in a mode."""
+        return sendings(self.buckets, mode, self.ranks, exchange=self.exchange, per_node=self.wire.per_node)
 
     def compute(self, mode: Mode) -> Compute:
         """Return the compute cost of a mode, interpolated between the densities at which its kind was measured.
@@ -85,7 +89,7 @@ class Question(NamedTuple):
 
         With local steps they are those of the mean step of a window, which sends the buckets.
         """
-        wire = [sum(self.wire.seconds(verb, n, self.ranks) for verb, n in sending.collectives) for sending in sent]
+        wire = [self._wire_seconds(sending) for sending in sent]
         compute_seconds = [compute.seconds(sending) for sending in sent]
         bucket_seconds = [w + o for w, o in zip(wire, compute_seconds, strict=True)]
         # [not sum(), which rounds otherwise than the loop below since Python 3.12: a mode that sends the same as dense
@@ -100,3 +104,13 @@ class Question(NamedTuple):
         every = mode.windows.every  # steps share what is sent after one of them
         mean = self.backward + (end - self.backward) / every
         return Prediction(sum(wire) / every, sum(compute_seconds) / every, mean if every > 1 else end)
+
+    def _wire_seconds(self, sending: Sending) -> float:
+        """Return the seconds of a bucket's messages; ranks of a node have as many buckets at the same time."""
+        seconds = sum(self.wire.seconds(verb, n, self.ranks) for verb, n in sending.collectives)
+        if isinstance(self.wire, Network) and sending.inside:
+            ranks, nodes = self.wire.filled(self.ranks)
+            link = self.wire.link.shared(ranks)
+            seconds += sum(cost.seconds(verb, n, ranks, self.wire.inside) for verb, n in sending.inside)
+            seconds += sum(cost.seconds(verb, n / ranks, nodes, link) for verb, n in sending.between)
+        return seconds

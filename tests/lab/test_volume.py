@@ -486,7 +486,9 @@ def test_advice_prints_its_verdict_and_its_assumptions():
     assert "64 ranks, 10GbE (9.40 Gbit/s, 30.0 us) for the 8 ranks of a node, NVLink inside; backward 50.0 ms" in text
     assert f"topk=0.99: {len(TWO_BUCKETS)} buckets sent as dense, which is less" in text
     assert "compute: adding up alone" in text
-    assert "wire bytes: each rank to all others; wire time: within nodes first" in text
+    assert (
+        "wire bytes: each rank to all others, or by nodes where a step goes so; wire time: within nodes first" in text
+    )
     assert str(advise(*alone, measure=None)).startswith("1 rank, 1GbE")
 
 
@@ -632,3 +634,35 @@ def test_advice_leaves_out_what_the_optimizers_options_forbid():
     nothing = DistOpt(SGD(0.1), LocalCommunicator(), threshold=0)
     nothing([(distopt.Parameter("e", np.zeros(0, np.float32)), np.zeros(0, np.float32))])
     assert nothing.advise("1GbE", 8, "half", measure=False).verdict.startswith(("Do not compress", "Hardly"))
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange"), [("int8", "auto"), ("half", "auto"), ("dense", "auto"), ("2bit", "nodes")]
+)
+@pytest.mark.parametrize("nodes", [3, 8])
+def test_seconds_by_nodes_are_those_of_the_bytes_that_leave_a_node(name, exchange, nodes):
+    """On a link without latency, and with neighbours next door: of each node its ranks' bytes, one after the other."""
+    link, inside = Link("line", 0.0, 1e8, 0.0), Link("bus", 0.0, 1e30, 0.0)
+    plan = buckets([(f"p{k}", (1000, 400)) for k in range(8)], 400_000)
+    question = Question(plan, 4 * nodes, Network(link, 4, inside), exchange=exchange)
+    chosen = mode(name)
+    between = forecast(plan, chosen, 4 * nodes, 4, exchange=exchange).between
+    assert question.predict(chosen).wire == pytest.approx(4 * between / 1e8, rel=1e-3)
+    if name in ("int8", "2bit"):
+        others = question._replace(exchange="two_phase").predict(chosen)
+        # Payloads of four ranks in place of one in the first phase; sums are gathered within nodes first there too.
+        assert others.wire / question.predict(chosen).wire == pytest.approx((4 + 1) / 2, rel=0.01)
+        computes = {(chosen.kind, 1.0): Compute(1e-9, 0.0)}
+        alone, all_ranks = (
+            question._replace(computes=computes, exchange=e).predict(chosen).compute for e in (exchange, "two_phase")
+        )
+        assert alone == pytest.approx(all_ranks / 4)
+
+
+def test_a_node_alone_and_nodes_of_one_rank_are_predicted_as_ranks_are():
+    plan, chosen = buckets([("w", (1000, 1000))]), mode("int8")
+    for per_node, size in ((1, 8), (8, 8)):
+        by_nodes, by_all = (
+            Question(plan, size, network("1GbE", per_node), exchange=e).predict(chosen).wire for e in ("nodes", "auto")
+        )
+        assert by_nodes == by_all if per_node == 1 else by_nodes > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distopt.checks import check_int
+from distopt.exchange.hierarchical import adds_inside
 from distopt.formatting import NONE, counted, nbytes, printable, seconds, table, times
 from distopt.io import strict_json
 from distopt.kernels.layout import BucketLayout
@@ -119,7 +120,10 @@ class Replay:
             sim.step(self.tape.losses(step), mode.compressor)
             self._tick(f"{mode.name}, {ranks} ranks")
         of_steps = sim.ledger, self.buckets, mode, len(self.steps)
-        return summary(*of_steps), observed(*of_steps)
+        # What goes by nodes has as many bytes whatever the gradients are.
+        by_nodes = adds_inside("auto", mode.compressor, self.buckets, hosts)
+        sent = sendings(self.buckets, mode, ranks, per_node=per_node) if by_nodes else observed(*of_steps)
+        return summary(*of_steps), sent
 
 
 def bar(total: int) -> Callable[[str], None]:
@@ -178,7 +182,7 @@ def rows(question: Question, chosen: Sequence[Mode], ranks: Sequence[int], repla
                 sends, sent = replay.send(mode, size, per_node)
             else:
                 sends = forecast(question.buckets, mode, size, per_node)
-                sent = sendings(question.buckets, mode, size)
+                sent = on_ranks.sent(mode)
             table_rows.append(
                 ModeForecast(mode, size, sends, on_ranks.timed(sent, mode, on_ranks.compute(mode)), dense)
             )
