@@ -271,7 +271,8 @@ def test_a_command_that_fails_does_so_where_nobody_reads_what_it_says():
         "trace.main = lambda args: print('said') or 3\n"
         "sys.exit(cli.main(['trace', '.']))"
     )
-    done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    command = [sys.executable, "-E", "-c", script]  # with PYTHONUNBUFFERED it would end in the middle
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
     os.close(write)
     assert (done.stderr, done.returncode) == (b"", 3)
 

@@ -176,7 +176,7 @@ def rows(question: Question, chosen: Sequence[Mode], ranks: Sequence[int], repla
     per_node, table_rows = question.wire.per_node, []
     for size in ranks:
         on_ranks = question._replace(ranks=size)
-        dense = forecast(question.buckets, DENSE, size).sent
+        dense = forecast(question.buckets, DENSE, size, per_node).sent
         for mode in chosen:
             if replay:
                 sends, sent = replay.send(mode, size, per_node)
@@ -306,15 +306,15 @@ def draw(
 
 def _densities(panels: Sequence[Any], question: Question, sparse: Sequence[Mode], styles: dict[str, Any]) -> None:
     """Draw each kind of mode once, with a line where it takes as long as dense."""
-    kinds = {mode.kind: mode for mode in sparse}
+    kinds, setting = {mode.kind: mode for mode in sparse}, (question.ranks, question.wire.per_node)
     curves = {}
     for kind, mode in kinds.items():
         diluted = [mode.at_density(d) for d in DENSITIES]
-        sent = [forecast(question.buckets, m, question.ranks).sent for m in diluted]
+        sent = [forecast(question.buckets, m, *setting).sent for m in diluted]
         curves[kind] = Curve(DENSITIES, sent, [question.predict(m).exchange for m in diluted])
     named = {kind: styles[mode.name] for kind, mode in kinds.items()}
     _pair(panels, f"density, on {question.ranks} ranks", curves, named, lambda d: f"{d:.5f}".rstrip("0").rstrip("."))
-    dense = forecast(question.buckets, DENSE, question.ranks).sent, question.predict(DENSE).exchange
+    dense = forecast(question.buckets, DENSE, *setting).sent, question.predict(DENSE).exchange
     for axes, level in zip(panels, dense, strict=True):
         axes.axhline(level, color=styles[DENSE.name]["color"], linewidth=1, label=DENSE.name)
     for kind, mode in kinds.items():
