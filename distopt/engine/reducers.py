@@ -46,7 +46,7 @@ from distopt.exchange.hierarchical import (
     fits_nodes,
     move_states,
     node_exchange,
-    node_ranks,
+    node_sizes,
     nodes_of,
     of_round,
     rounds,
@@ -595,7 +595,7 @@ class Reducers:
             return self.settled(compressor, self._tried(compressor, spec._replace(exchange="auto")))
         if exchange == "nodes":
             # Where an elastic job has lost a rank, or let one in, nodes may have more and fewer.
-            fits = not comm.epoch or fits_nodes(compressor, self._sizes())
+            fits = not comm.epoch or fits_nodes(compressor, node_sizes(self._comm.hosts))
             return spec if fits else spec._replace(exchange="auto", chosen_by="auto")
         if exchange != "auto" or not compressor.traits.of_sums or not spec.reduced or not comm.spans_hosts:
             return spec
@@ -629,10 +629,6 @@ class Reducers:
         exchange = self.measured.exchange(repr(compressor), exchanges)
         by = "measuring" if self.measured.trying else "measured" * (len(exchanges) > 1)
         return usual._replace(exchange=exchange, chosen_by=by)
-
-    def _sizes(self) -> list[int]:
-        """The ranks of each node."""
-        return [len(group) for group in node_ranks(self._comm.hosts)]
 
     def may_overlap(self, compressor: Compressor, spec: StepSpec, threshold: int) -> bool:
         """Tell if buckets may leave before the vote: they are the last step's, and can leave one by one."""
@@ -696,7 +692,8 @@ class Reducers:
         nbytes = check_float(f"bytes at update {k}", budget(k) if callable(budget) else budget, least=1.0)
         buckets, asked = self._step_context.store.buckets, (nbytes, spec.break_even, spec.exchange)
         if self._fitted[0] is not compressor or self._fitted[1] is not buckets or self._fitted[2] != asked:
-            plan, sizes = [bucket.gradients for bucket in buckets], self._sizes() if spec.exchange == "nodes" else ()
+            plan = [bucket.gradients for bucket in buckets]
+            sizes = node_sizes(self._comm.hosts) if spec.exchange == "nodes" else ()
             fitted = within(nbytes, compressor, plan, self._comm.size, spec.break_even, spec.exchange, sizes)
             self._fitted = compressor, buckets, asked, fitted
         found: Compressor = self._fitted[3]
@@ -738,7 +735,7 @@ class Reducers:
         asked = (buckets, compressor, spec.break_even)
         if not all(map(operator.is_, asked, self._node_asked)):
             plan = [bucket.gradients for bucket in buckets]
-            self._node_plan = node_exchange(compressor, plan, self._sizes(), spec.break_even)
+            self._node_plan = node_exchange(compressor, plan, node_sizes(self._comm.hosts), spec.break_even)
             self._node_asked = asked
         return self._node_plan
 
@@ -753,7 +750,7 @@ class Reducers:
         phases, size = self.two_phases(compressor, spec), self._comm.size
         plan = [bucket.gradients for bucket in self._step_context.store.buckets]
         if nodes:
-            taken, found = "nodes", nodes.describe(plan, self._sizes(), by_bucket)
+            taken, found = "nodes", nodes.describe(plan, node_sizes(self._comm.hosts), by_bucket)
         elif phases:
             taken, found = "two_phase", phases.describe(plan, size, self.bounds.starts, by_bucket)
         else:

@@ -96,12 +96,10 @@ def node_exchange(
     if not fits_nodes(compressor, sizes):
         raise ValueError(
             f"exchange must be 'auto', 'gather' or 'two_phase' for {compressor!r}, whose codes mean so much for each "
-            f"rank of a node, unless every node has as many ranks, got 'nodes' with nodes of "
-            f"{', '.join(map(str, sizes))} ranks"
+            f"rank of a node, unless every node has as many ranks, got 'nodes' with nodes of {str(sizes)[1:-1]} ranks"
         )
     of_sums = of_sum(compressor, max(sizes))
-    shares = share_out([layout.extent for layout in plan], min(sizes))
-    shares += [[] for _ in range(max(sizes) - min(sizes))]
+    shares = share_out([layout.extent for layout in plan], min(sizes)) + [[]] * (max(sizes) - min(sizes))
     columns = [[plan[k] for k in share] for share in shares]
     phases = [two_phases("auto", of_sums, column, len(sizes), break_even) if column else None for column in columns]
     return NodeExchange(shares, of_sums, phases)
@@ -110,8 +108,7 @@ def node_exchange(
 def fits_nodes(compressor: Compressor, sizes: Sequence[int]) -> bool:
     """Tell if sums over nodes of these numbers of ranks can be compressed, and be decompressed by all.
 
-    Where numbers differ that cannot be a threshold, which grows with the ranks of a sum: ranks with other thresholds
-    would be other compressors.
+    Where numbers differ that cannot be a threshold: one that grows with the ranks of a sum is another on each node.
 
     Example:
         >>> from distopt.compress import Int8, TwoBit
@@ -145,7 +142,7 @@ def adds_inside(exchange: str, compressor: Compressor, plan: Sequence[BucketLayo
     """
     if exchange != "auto" or not compressor.traits.of_sums:
         return exchange == "nodes"
-    sizes, ranks = [len(group) for group in node_ranks(hosts)], len(hosts)
+    sizes, ranks = node_sizes(hosts), len(hosts)
     pays = 1 + compressor.traits.lossless < len(sizes) < ranks and max(sizes) <= 2 * min(sizes)
     return pays and (ranks - 1) * gathered_bytes(compressor, plan) >= GATHER_BELOW
 
@@ -177,6 +174,11 @@ def node_ranks(hosts: Sequence[int]) -> list[list[int]]:
     for rank, host in enumerate(hosts):
         groups.setdefault(host, []).append(rank)
     return list(groups.values())
+
+
+def node_sizes(hosts: Sequence[int]) -> list[int]:
+    """Return the number of ranks of each node, in the order of ``node_ranks``."""
+    return [len(group) for group in node_ranks(hosts)]
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:

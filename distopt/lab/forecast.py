@@ -12,7 +12,7 @@ from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import ExchangeContext
 from distopt.engine.outer_loop import cut
-from distopt.exchange.hierarchical import adds_inside, node_ranks
+from distopt.exchange.hierarchical import adds_inside, node_sizes
 from distopt.exchange.step_traffic import Message, node_messages, step_messages
 from distopt.kernels.layout import BucketLayout
 from distopt.lab.modes import Mode
@@ -241,7 +241,7 @@ def exchange_ledger(
         raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
     hosts = [rank // per_node for rank in range(ranks)]
     if adds_inside(exchange, mode.compressor, buckets, hosts):
-        sizes = [len(group) for group in node_ranks(hosts)]
+        sizes = node_sizes(hosts)
         found = _known(node_messages(buckets, mode.compressor, sizes, break_even), mode)
         inside = Meter(0, sizes[0], [0] * sizes[0], DIRECT, ledger)
         between = Meter(0, len(sizes), range(len(sizes)), DIRECT, ledger)
@@ -303,7 +303,7 @@ def sendings(
         calls: dict[int | None, list[tuple[str, int]]] = {number: [] for number in range(len(those))}
         by_nodes = adds_inside(exchange, mode.compressor, those, hosts)
         if by_nodes:
-            sizes = [len(group) for group in node_ranks(hosts)]
+            sizes = node_sizes(hosts)
             of_nodes, size = _known(node_messages(those, mode.compressor, sizes, break_even), mode), len(sizes)
             sent = [message for column in of_nodes.between for message in column]
         else:
