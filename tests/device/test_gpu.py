@@ -106,17 +106,18 @@ def test_all_laws_hold_on_doubles_of_gpus(size, one_warp, arithmetic):
 
 
 def laws_in_turns(comm):
-    """Every law, and every mode, which is resumed at one call of two, by turns, and so are modes with batches."""
+    """Every law, each with some of the optimizers and modes, by turns; `full` has all with all."""
     laws.sums(comm)
-    laws.every_optimizer(comm)
     laws.modes_agree(comm)
+    for k, make in enumerate(laws.OPTIMIZERS.values()):
+        (laws.ranks_agree_with_one, laws.resume, laws.sharding_changes_no_bit)[k % 3](comm, make=make)
     for k, mode in enumerate(laws.MODES):
-        laws.same_bits(comm, mode)
-        if k % 2:
-            laws.resume(comm, mode, stops=[(1, 4)[k // 2 % 2]])
+        if k % 3 == 0:
+            laws.same_bits(comm, mode)
+        elif k % 3 == 1:
+            laws.resume(comm, mode, stops=[1 + k % 4], num_batches=1 + k % 2)
         else:
-            laws.resume(comm, mode, stops=[(2, 1)[k // 2 % 2]], num_batches=2)
-        laws.overlap_changes_no_bit(comm, mode)
+            laws.overlap_changes_no_bit(comm, mode)
     laws.resume(comm, "topk", num_batches=3, sync_on_apply=False, deterministic=True)
 
 
@@ -125,9 +126,10 @@ def test_laws_and_modes_hold_on_doubles_of_gpus(one_warp, arithmetic):
     on_gpus(2, laws_in_turns)
 
 
-@pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 3))])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_more_ranks_have_the_bits_of_the_host(size, one_warp):
-    """In the next test three are processes."""
+    """So do the three processes of the next test."""
     assert on_gpus(size, laws.independence) == run_ranks(size, laws.independence)
 
 

@@ -1,7 +1,7 @@
 """The pages of the documentation: README.md and docs/, and their blocks.
 
-As a script, ``pages.py PAGE [torch]``, it runs the Python blocks of a page, each in a namespace of its own; a traceback
-shows the page and the line.  Blocks that import torch, or cupy, are run by themselves.
+As a script, ``pages.py NEEDS PAGE ...``, it runs the Python blocks of pages that need '', torch or cupy, each in a
+namespace of its own; a traceback shows the page and the line.
 """
 
 import re
@@ -65,10 +65,11 @@ def run(page, needs=""):
 
 
 def main():
-    """Run the Python blocks of a page."""
+    """Run the Python blocks of pages, one after the other."""
     this = str(Path(__file__).resolve().parent)
     sys.path[:] = [folder for folder in sys.path if folder != this]  # a block sees what a script of a reader sees
-    run(Path(sys.argv[1]), *sys.argv[2:])
+    for page in sys.argv[2:]:
+        run(Path(page), sys.argv[1])
 
 
 if __name__ == "__main__":

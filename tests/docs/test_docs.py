@@ -21,6 +21,7 @@ from launch import distopt_run, finish, needs_mpi
 COMMANDS = next(pages.blocks(README, "sh")).text.splitlines()
 SHELL = [b for page in PAGES for b in pages.blocks(page, "sh", "console") if b.text.splitlines() != COMMANDS]
 RUN = [block for block in SHELL if not block.below.startswith(pages.NOT_RUN)]
+OWN_GROUP = PROJECT / "docs/guides/torch.md"  # its blocks make a process group
 CODE = [p for folder in ("distopt", "tests", "native", "examples") for p in (PROJECT / folder).rglob("*.*")]
 CODE = [p for p in CODE if p.suffix in (".py", ".cu", ".h", ".cpp")]
 
@@ -29,36 +30,45 @@ def name_of(page):
     return str(page.relative_to(PROJECT))
 
 
-def with_python():
-    """Pages with Python blocks, and what these need beside distopt."""
-    found = sorted({(page, block.needs) for page in PAGES for block in pages.blocks(page, "python")})
-    marks = {"": (), "torch": pytest.mark.torch, "cupy": pytest.mark.device}
-    return [
-        pytest.param(*case, marks=marks[case[1]], id=" ".join(filter(None, (name_of(case[0]), case[1]))))
-        for case in found
-    ]
-
-
-ON_HOSTS = [case for case in with_python() if case.values[1] != "cupy"]
-ON_GPUS = [case.values[0] for case in with_python() if case.values[1] == "cupy"]
+def with_python(needs):
+    """The pages with Python blocks that need this beside distopt."""
+    return [page for page in PAGES if any(block.needs == needs for block in pages.blocks(page, "python"))]
 
 
 @needs_mpi
-@pytest.mark.parametrize(("page", "needs"), ON_HOSTS)
-def test_python_blocks_of_pages_run_on_two_ranks(page, needs, tmp_path):
-    code, output = distopt_run(2, pages.__file__, page, needs, cwd=tmp_path, timeout=60)
+def test_python_blocks_of_pages_run_on_two_ranks(tmp_path):
+    """One page after the other in the same processes; a traceback says which."""
+    code, output = distopt_run(2, pages.__file__, "", *with_python(""), cwd=tmp_path, timeout=200)
+    assert code == 0, output
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=needs_mpi if p == OWN_GROUP else (), id=name_of(p)) for p in with_python("torch")]
+)
+def test_python_blocks_of_pages_with_torch_run_on_two_ranks(page, tmp_path):
+    """Each in processes of its own."""
+    pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
+    import forks
+
+    command = [pages.__file__, "torch", page]
+    if page == OWN_GROUP:
+        code, output = distopt_run(2, *command, cwd=tmp_path, timeout=60)
+    else:
+        code, output = forks.run(forks.torchruns(), 2, command, 60, folder=tmp_path)
     assert code == 0, output
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("page", "needs"), ON_HOSTS)
-def test_python_blocks_of_pages_run_on_one_rank(page, needs, tmp_path):
+@pytest.mark.parametrize("needs", ["", pytest.param("torch", marks=pytest.mark.torch)])
+def test_python_blocks_of_pages_run_on_one_rank(needs, tmp_path):
     """Without a launcher, as one rank."""
-    code, output = finish([sys.executable, pages.__file__, page, needs], 60, cwd=tmp_path)
+    code, output = finish([sys.executable, pages.__file__, needs, *with_python(needs)], 200, cwd=tmp_path)
     assert code == 0, output
 
 
-@pytest.mark.parametrize("page", ON_GPUS, ids=name_of)
+@pytest.mark.device
+@pytest.mark.parametrize("page", with_python("cupy"), ids=name_of)
 def test_python_blocks_of_pages_run_on_stand_ins_for_gpus(page, arithmetic, monkeypatch):
     on_gpus = pytest.importorskip("doubles.ranks").on_gpus
 

@@ -2,7 +2,7 @@
 
 The device's loops (16-byte accesses, chunks found by bisection, grid strides, atomics, look-back) run four times: the
 texts as the host's compiler reads them, and the PTX that NVRTC makes of them, which is what a GPU's driver is handed,
-for GPUs up to the H100 and in other words for newer ones, and that of clang.
+for GPUs up to the H100 (in four orders) and in other words for newer ones, and that of clang.
 Blocks, warps and lanes run in shuffled order.  What this cannot show is what the driver makes of the PTX, how a GPU
 orders memory, and its timing.
 
@@ -44,7 +44,7 @@ YES = np.ones(1, np.int64)
 
 ORDERS = [(3, 64, seed) for seed in range(4, 23)]  # twenty with one of GRIDS
 COMPILERS = {  # how each makes a library, its marks, and its launches in `full` alone
-    "text": (build, (), ORDERS),
+    "text": (build, (), GRIDS[1:] + ORDERS),
     "ptx": (ptx.build, ptx.MARKS, ORDERS),
     "newer": (functools.partial(ptx.build, compile_text=ptx.by_nvrtc_for_newer), ptx.MARKS, GRIDS[1:] + ORDERS),
     "clang": (functools.partial(ptx.build, compile_text=ptx.by_clang), ptx.CLANG_MARKS, GRIDS[1:] + ORDERS),

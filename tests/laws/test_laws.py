@@ -85,9 +85,14 @@ def test_each_law_holds_once_on_other_numbers_of_threads(size):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4, 8))])
+def test_all_laws_hold_on_threads():
+    run_ranks(3, laws.all_of_them)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("transport", RUN)
-def test_all_laws_hold(transport, size):
+def test_all_laws_hold_on_every_number_of_ranks(transport, size):
     RUN[transport](size, laws.all_of_them)
 
 

@@ -15,6 +15,7 @@ from distopt import DistOpt, run_ranks, simulate
 from distopt.comm import Metered
 from distopt.lab import experiment
 from launch import PROJECT, distopt_run
+from tiers import every
 
 EXAMPLES = PROJECT / "examples"
 pytestmark = pytest.mark.mpi
@@ -57,7 +58,7 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("mode", SHARES)
+@pytest.mark.parametrize("mode", every(2, SHARES))
 def test_the_digits_example_learns_in_every_mode_with_fewer_bytes(mode):
     lr = 0.03 if mode == "1bit" else 0.1
     code, output = distopt_run(2, EXAMPLES / "digits.py", "--mode", mode, "--lr", lr, timeout=60)
