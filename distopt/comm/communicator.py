@@ -1,5 +1,6 @@
 """Interface of communicators, base class of wrappers, and sums in rank order."""
 
+import collections
 import contextlib
 import copy
 import itertools
@@ -24,6 +25,9 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
 Groups = tuple[tuple[int, ...], ...]  # of ranks
+# Tags of slices on their way to their owners, and of sums on their way back: one rank may send the slices of an array
+# before the sums of the last one, and another after them.
+SLICES, SUMS = 1, 2
 UNDER_WAY = 3  # sums of which ``all_reduce_each`` has the arrays, and has not yielded, at most
 # whether lengths differ, or the elements from each rank, if they are known
 Ragged = bool | Sequence[int]
@@ -53,10 +57,11 @@ class Communicator:
         control: the channel for votes.
         xp: module of the arrays, numpy or cupy.
         gpu: number of the GPU that has the arrays, None for arrays on the host.
-        shares_address_space: all ranks are threads of one process.
         rank_ordered: ``all_reduce`` adds in rank order: ((x0 + x1) + x2) + ...
         may_overlap: a thread may exchange while another one computes.
+        pipelines: ``all_reduce_each`` asks for an array while others are under way.
         algorithm: routes of the collectives, from which the bytes on the wire follow.
+        hosts_summed: hosts, whatever ranks each has, between which ``all_reduce`` sends no more than a sum of each.
         reason: why this transport was chosen, for ``repr``.
         collectives_fingerprint: fingerprint of the collectives enqueued so far.  Votes compare it, since a GPU does not
             notice that ranks differ.
@@ -81,10 +86,11 @@ class Communicator:
     control: ControlChannel
     xp: ModuleType = np
     gpu: int | None = None
-    shares_address_space = False
     rank_ordered = False
     may_overlap = True
+    pipelines = False
     algorithm: Algorithm = DIRECT
+    hosts_summed = 1
     reason = ""
     collectives_fingerprint = 0
     membership: Any = None  # an `Elastic`
@@ -93,7 +99,7 @@ class Communicator:
     _hosts: Sequence[int] = ()
     _log: Waits = staticmethod(silent)  # of operations, for the report of a time limit
     _tag = ""  # of the operation in progress
-    _received: ReceiveBuffer | None = None
+    _rooms: Sequence[ReceiveBuffer] = ()  # of the sums that are under way
     _second: "Communicator | None" = None  # the result of duplicate()
     _subgroups: Mapping[Groups, "Communicator"] = MappingProxyType({})  # the results of subgroup()
     _made_in = 0  # the epoch of these
@@ -112,11 +118,6 @@ class Communicator:
         """Whether ranks sit on several machines."""
         return len(set(self.hosts)) > 1
 
-    @property
-    def pipelines(self) -> bool:
-        """Whether ``all_reduce_each`` asks for an array while others are under way."""
-        return False
-
     def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
         """Send ``parts[r]`` to every other rank r, and receive ``received[r]``.  Collective.
 
@@ -128,30 +129,70 @@ class Communicator:
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks, the same bits on every rank.  Collective."""
-        # Each slice goes to the rank that owns it, is added up there in rank order, and comes back.
         flat = as_flat(x)
         with self._log("all_reduce", flat.nbytes, self._tag):
-            parts = [flat[s] for s in slices(flat.size, self.size)]
-            mine = parts[self.rank]
-            self._received = self._received or ReceiveBuffer()
-            received = split(self._received.view(flat.dtype, self.size * mine.size), [mine.size] * self.size)
-            received[self.rank] = mine
-            self.exchange(parts, received)
-            mine[...] = sum_in_rank_order(received)
-            self.exchange([mine] * self.size, parts)
+            collections.deque(self._sum_in_phases(flat), maxlen=0)
 
     def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
         """Yield the sums over ranks of several arrays, formed in place and in order.  Collective.
 
-        The next array may be asked for before a sum is ready, ``UNDER_WAY`` in all.
+        With ``pipelines`` three are under way at once: while the slices of one array go to their owners,
+        and the sums of the previous one come back, the caller has the result before that and makes the next array, so
+        the network does not wait for arithmetic.
 
         Args:
             arrays: as many on every rank.  A None among them announces that the next array will take a while.
         """
-        for x in arrays:
+        if not self.pipelines:
+            for x in arrays:
+                if x is not None:
+                    self.all_reduce(x)
+                    yield x
+            return
+        begun: collections.deque[tuple[np.ndarray | None, Iterator[None]]] = collections.deque()
+        log: AbstractContextManager[None] = contextlib.nullcontext()
+        for turn, x in enumerate(_with_gaps(arrays, UNDER_WAY - 1)):
             if x is not None:
-                self.all_reduce(x)
-                yield x
+                log = self._log("all_reduce", x.nbytes, self._tag)
+            begun.append((x, iter(()) if x is None else self._sum_in_phases(as_flat(x), turn % UNDER_WAY)))
+            # the newest first: it only sends, the others begin with a wait
+            for _, phases in reversed(begun):
+                next(phases, None)
+            if len(begun) == UNDER_WAY:
+                total, _ = begun.popleft()
+                if total is not None:
+                    yield total
+            # the next array may take longer than any time limit
+            if all(pending is None for pending, _ in begun):
+                with log:
+                    pass
+
+    def _sum_in_phases(self, x: np.ndarray, room: int = 0) -> Iterator[None]:
+        """Replace a flat x by its sum, in three phases, each of which but the first begins with a wait."""
+        # Each slice goes to the rank that owns it, is added up there in rank order, and comes back.
+        # room: index of the receive buffer.
+        self._rooms = self._rooms or [ReceiveBuffer() for _ in range(UNDER_WAY)]
+        parts = [x[s] for s in slices(x.size, self.size)]
+        mine = parts[self.rank]
+        received = split(self._rooms[room].view(x.dtype, self.size * mine.size), [mine.size] * self.size)
+        received[self.rank] = mine
+        end = self._begin_exchange(parts, received, SLICES)
+        yield
+        end()
+        if x.dtype in HALVES:
+            sum_halves(received, mine)
+        else:
+            mine[...] = sum_in_rank_order(received)
+        end = self._begin_exchange([mine] * self.size, parts, SUMS)
+        yield
+        end()
+
+    def _begin_exchange(
+        self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0
+    ) -> Callable[[], None]:
+        """Begin an ``exchange``, and return what waits for its end: here all of it is done at once."""
+        self.exchange(parts, received)
+        return lambda: None
 
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return every rank's x, flat, in rank order.  Collective.
@@ -522,6 +563,13 @@ def slices(n: int, size: int) -> list[slice]:
     """
     bounds = [n * r // size for r in range(size + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def _with_gaps(arrays: Iterable[np.ndarray | None], count: int) -> Iterator[np.ndarray | None]:
+    """Yield the arrays, and ``count`` times None in place of each None and at the end."""
+    # The caller advances all pending sums at every item, so that many items complete them.
+    for x in itertools.chain(arrays, [None]):
+        yield from [x] if x is not None else [None] * count
 
 
 def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -259,9 +259,8 @@ class Elastic(Wrapper):
         return self.comm.all_reduce_each(arrays) if self._inside else super().all_reduce_each(arrays)
 
     @property
-    def pipelines(self) -> bool:
-        """Whether ``all_reduce_each`` asks for an array while others are under way."""
-        return self.comm.pipelines
+    def pipelines(self) -> bool:  # type: ignore[override]
+        return self._inside and self.comm.pipelines
 
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         return self.collective("all_gather", lambda: self.comm.all_gather(x, ragged, into))

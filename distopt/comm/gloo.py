@@ -115,7 +115,7 @@ class GlooMessages:
         self.check()
         self.finish(self.begin(parts, received))
 
-    def begin(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> Works:
+    def begin(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0) -> Works:
         """Begin an ``exchange``, and return what ``finish`` waits for."""
         works: Works = []
         for distance in range(1, self.size):
@@ -123,7 +123,7 @@ class GlooMessages:
             for peer, begin, x in ((source, self._group.recv, received[source]), (to, self._group.send, parts[to])):
                 if x.size:
                     try:
-                        works.append((peer, begin([_tensor(x)], peer, 0)))
+                        works.append((peer, begin([_tensor(x)], peer, tag)))
                     except RuntimeError:
                         raise RankEnded(peer) from None
         return works

@@ -1,27 +1,13 @@
 """Communicator of MPI processes for numpy arrays."""
 
-import collections
-import itertools
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from distopt.comm.communicator import (
-    HALVES,
-    UNDER_WAY,
-    Communicator,
-    Groups,
-    as_flat,
-    check_root,
-    group_of,
-    slices,
-    split,
-    sum_halves,
-    sum_in_rank_order,
-)
+from distopt.comm.communicator import HALVES, Communicator, Groups, as_flat, check_root, group_of
 from distopt.comm.control import PeerLeft
 from distopt.comm.joiner import Joiner
 from distopt.comm.mpi_control import (
@@ -43,15 +29,12 @@ from distopt.comm.mpi_losses import (
     settle,
     wait_while_all_live,
 )
-from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.comm.shared_memory import SharingCommunicator
 from distopt.resilience.operation_log import OperationLog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# MPI tags of slices on their way to their owners, and from them, which may be at the same time
-SLICES, SUMS = 1, 2
 LEAST_SLICE = 1 << 16  # bytes
 
 
@@ -111,13 +94,14 @@ class MpiCommunicator(SharingCommunicator):
         self.patience = 0.0
         # Where ranks go and come, it must not depend on their number.
         self.rank_ordered = self.size <= 2 and base is None
+        self.hosts_summed = 1 if base else 2
         self._place = self.reason = (
             f"{brand()}{', ' + reason if reason else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         )
         # Of so many bytes and more, sums are not MPI's.
         alone = len(set(self._hosts)) == self.size > 2
         self._slices_from = self.size * LEAST_SLICE if alone else sys.maxsize
-        self._rooms = [ReceiveBuffer() for _ in range(UNDER_WAY)]
+        self.pipelines = self.spans_hosts
         self._why = reason
         # by identity; they keep the memory alive that MPI writes to, until `_finish`
         self._begun: dict[int, Exchange] = {}
@@ -125,48 +109,11 @@ class MpiCommunicator(SharingCommunicator):
         self._ends = threading.Lock()
         self._joiners = SpawnedJoiners()
 
-    @property
-    def pipelines(self) -> bool:
-        return self.spans_hosts
-
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by its sum over ranks.  Collective."""
-        flat = as_flat(x)
-        with self._log("all_reduce", flat.nbytes, self._tag):
-            collections.deque(self._sum(flat), maxlen=0)
-
-    def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
-        """Yield the sums of arrays, in order; between hosts three sums are under way at once.
-
-        While the slices of one array go to their owners, and the sums of the previous one come back, the caller has the
-        result before that and makes the next array, so the network does not wait for arithmetic.  Collective.
-        """
-        if not self.pipelines:
-            yield from super().all_reduce_each(arrays)
-            return
-        begun: collections.deque[tuple[np.ndarray | None, Iterator[None]]] = collections.deque()
-        for turn, x in enumerate(_with_gaps(arrays, UNDER_WAY - 1)):
-            if x is not None:
-                self._log("all_reduce", x.nbytes, self._tag)
-            begun.append((x, iter(()) if x is None else self._sum(as_flat(x), turn % UNDER_WAY)))
-            # the newest first: it only sends, the others begin with a wait
-            for _, phases in reversed(begun):
-                next(phases, None)
-            if len(begun) == UNDER_WAY:
-                total, _ = begun.popleft()
-                if total is not None:
-                    yield total
-            # the next array may take longer than any time limit
-            if all(pending is None for pending, _ in begun):
-                self._log.end()
-
-    def _sum(self, x: np.ndarray, room: int = 0) -> Iterator[None]:
-        """Replace a flat x by its sum, in ``UNDER_WAY`` phases, each of which but the first begins with a wait."""
+    def _sum_in_phases(self, x: np.ndarray, room: int = 0) -> Iterator[None]:
         # Slices of 16-bit numbers go to their owners, are added up there, and come back; so do those of all numbers if
         # ranks may be lost (`mpi_losses`), and large ones if each of several ranks has a host of its own: no sum sends
         # fewer bytes, and MPI libraries' do send more.  Else MPI sums other dtypes, between hosts always by the
         # non-blocking call, overlapped or not: some MPI libraries add in another order in the blocking one.
-        # room: index of the receive buffer.
         if x.dtype not in HALVES and self._base is None and x.nbytes < self._slices_from:
             pieces = [x[start : start + self.CHUNK] for start in range(0, x.size, self.CHUNK)]
             if not self.spans_hosts:
@@ -179,24 +126,11 @@ class MpiCommunicator(SharingCommunicator):
             yield
             self._finish(exchange)
             return
-        parts = [x[s] for s in slices(x.size, self.size)]
-        local = parts[self.rank]
-        received = split(self._rooms[room].view(x.dtype, self.size * local.size), [local.size] * self.size)
-        received[self.rank] = local
-        exchange = self._exchange(parts, received, SLICES)
-        yield
-        self._finish(exchange)
-        if x.dtype in HALVES:
-            sum_halves(received, local)
-        else:
-            local[...] = sum_in_rank_order(received)
-        exchange = self._exchange([local] * self.size, parts, SUMS)
-        yield
-        self._finish(exchange)
+        yield from super()._sum_in_phases(x, room)
 
     def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
         """Send ``parts[r]`` to every other rank r, and receive ``received[r]``.  Collective."""
-        self._finish(self._exchange(parts, received))
+        self._begin_exchange(parts, received)()
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Replace x, in place, by the x of rank ``root``.  Collective."""
@@ -370,8 +304,9 @@ class MpiCommunicator(SharingCommunicator):
             settle(self._begun.values())
             self._begun.clear()
 
-    def _exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0) -> Exchange:
-        """Begin to send ``parts[r]`` to every other rank r and to receive ``received[r]``."""
+    def _begin_exchange(
+        self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0
+    ) -> Callable[[], None]:
         exchange = Exchange([], [])
         self._begun[id(exchange)] = exchange
         try:
@@ -385,11 +320,4 @@ class MpiCommunicator(SharingCommunicator):
         except Exception as error:
             self._end_if_lost(error)
             raise
-        return exchange
-
-
-def _with_gaps(arrays: Iterable[np.ndarray | None], count: int) -> Iterator[np.ndarray | None]:
-    """Yield the arrays, and ``count`` times None in place of each None and at the end."""
-    # The caller advances all pending sums at every item, so that many items complete them.
-    for x in itertools.chain(arrays, [None]):
-        yield from [x] if x is not None else [None] * count
+        return lambda: self._finish(exchange)

@@ -14,7 +14,7 @@ import itertools
 import os
 import socket
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -355,12 +355,22 @@ class ProcessGroupCommunicator(SharingCommunicator):
         if outboxes:
             ranks.keep(outboxes)
         self._log = self.control.log("data")
+        self.pipelines = self.spans_hosts
         places = "several hosts" if self.spans_hosts else "one host"
         self.reason = self._place = "; ".join(filter(None, (f"torch {torch.__version__}, gloo", reason, places)))
 
     def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
         """Send ``parts[r]`` to every other rank r, and receive ``received[r]``.  Collective."""
         self._messages.exchange(parts, received)
+
+    def _begin_exchange(
+        self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0
+    ) -> Callable[[], None]:
+        messages = self._messages
+        if not isinstance(messages, GlooMessages):
+            return super()._begin_exchange(parts, received, tag)
+        messages.check()
+        return functools.partial(messages.finish, messages.begin(parts, received, tag))
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""

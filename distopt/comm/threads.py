@@ -211,7 +211,8 @@ class ThreadCommunicator(Communicator):
         [[0, 10], [0, 10]]
     """
 
-    rank_ordered = shares_address_space = True
+    rank_ordered = True
+    hosts_summed = 2  # as of the MPI ranks that threads stand for
     control: ThreadControl
 
     def __init__(self, rank: int, rendezvous: ThreadRendezvous, control: ThreadControl):

@@ -11,6 +11,7 @@ from distopt.buckets import Bucket, BucketSet, Plan, States, plan
 from distopt.comm import Communicator
 from distopt.comm.control import agreed
 from distopt.comm.message import MessageTag
+from distopt.comm.threads import ThreadCommunicator
 from distopt.compress import Compressor
 from distopt.compress.base import payload_nbytes
 from distopt.engine.capacity import PayloadCapacity
@@ -355,7 +356,7 @@ class BucketStore:
 
 def check_apart(comm: Communicator, values: Mapping[str, np.ndarray]) -> None:
     """Raise ValueError, on all ranks, for an array in the memory of another thread's.  Collective."""
-    if not comm.shares_address_space:
+    if not isinstance(comm.unwrapped, ThreadCommunicator):
         return
     lengths = [value.nbytes for value in values.values()]
     addresses = np.array([device.address(value) for value in values.values()], np.int64)

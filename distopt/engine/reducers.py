@@ -608,7 +608,7 @@ class Reducers:
         asked = (buckets, compressor, comm.hosts)
         if not all(map(operator.is_, asked, self._settled)):
             plan = [bucket.gradients for bucket in buckets]
-            self._settled = (*asked, adds_inside(exchange, compressor, plan, comm.hosts))
+            self._settled = (*asked, adds_inside(exchange, compressor, plan, comm.hosts, comm.hosts_summed))
         return spec._replace(exchange="nodes", chosen_by=spec.chosen_by or "auto") if self._settled[3] else spec
 
     def _tried(self, compressor: Compressor, usual: StepSpec) -> StepSpec:

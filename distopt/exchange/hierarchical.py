@@ -118,20 +118,23 @@ def fits_nodes(compressor: Compressor, sizes: Sequence[int]) -> bool:
     return len({repr(of_sum(compressor, size)) for size in sizes}) == 1
 
 
-def adds_inside(exchange: str, compressor: Compressor, plan: Sequence[BucketLayout], hosts: Sequence[int]) -> bool:
+def adds_inside(
+    exchange: str, compressor: Compressor, plan: Sequence[BucketLayout], hosts: Sequence[int], hosts_summed: int = 2
+) -> bool:
     """Tell if gradients are added up inside of nodes before they are compressed: if that is asked for, or if it pays.
 
     Of what leaves a node it pays for all that is not dense: n ranks send one payload in place of n.  For dense sums it
-    pays with more nodes than two, of which a library's own sum sends as little.  It is not what was asked for where it
-    would train something else: what may be added up has the trait ``of_sums``.  Payloads that are few bytes stay apart,
-    since an exchange inside a node takes longer than they do; and so do ranks of which one would add up what more than
-    two have, since another node has so few.  No measurement takes part, so all ranks choose alike.
+    pays with more nodes than those of which the communicator's own sum sends as little.  It is not what was asked for
+    where it would train something else: what may be added up has the trait ``of_sums``.  Payloads that are few bytes
+    stay apart, since an exchange inside a node takes longer than they do; and so do ranks of which one would add up
+    what more than two have, since another node has so few.  No measurement takes part, so all ranks choose alike.
 
     Args:
         exchange: 'nodes', or 'auto', which chooses.
         compressor: what is sent.
         plan: the layout of each bucket.
         hosts: of each rank a number, equal for ranks of one node.
+        hosts_summed: as of the communicator; MPI libraries send little between two hosts.
 
     Example:
         >>> import numpy as np
@@ -143,7 +146,7 @@ def adds_inside(exchange: str, compressor: Compressor, plan: Sequence[BucketLayo
     if exchange != "auto" or not compressor.traits.of_sums:
         return exchange == "nodes"
     sizes, ranks = node_sizes(hosts), len(hosts)
-    pays = 1 + compressor.traits.lossless < len(sizes) < ranks and max(sizes) <= 2 * min(sizes)
+    pays = (hosts_summed if compressor.traits.lossless else 1) < len(sizes) < ranks and max(sizes) <= 2 * min(sizes)
     return pays and (ranks - 1) * gathered_bytes(compressor, plan) >= GATHER_BELOW
 
 

@@ -75,6 +75,7 @@ class VirtualRanks(LocalCommunicator):
     """
 
     may_overlap = False  # a bucket is sent when the last rank has brought its own
+    hosts_summed = 2  # as of the MPI ranks that they stand for
     in_loss = False
 
     def __init__(self, size: int, hosts: Sequence[int], keep: int):

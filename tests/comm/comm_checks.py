@@ -107,10 +107,13 @@ def halves(comm):
 
 
 def in_turn(comm):
-    """Arrays of any kinds, with gaps between them, are summed in their order, to the bits of sums one by one."""
-    kinds = [np.float16, None, np.float32, ml_dtypes.bfloat16, np.float16, np.float16, None, None, np.float16, np.int64]
-    rng = np.random.default_rng([7, comm.rank])
-    given = [k and (9 * rng.standard_normal(1000 + 17 * n)).astype(k) for n, k in enumerate(kinds)]
+    """Arrays of any kinds, with gaps that differ per rank, are summed in their order, to the bits of single sums."""
+    halves = [np.float16] * 2
+    kinds = [np.float16, np.float32, ml_dtypes.bfloat16, *halves, np.float32, *halves, np.int64, *halves]
+    rng, given = np.random.default_rng([7, comm.rank]), []
+    for n, kind in enumerate(kinds):
+        given += [None] * rng.integers(3) + [(9 * rng.standard_normal(1000 + 17 * n)).astype(kind)]
+    given += [None] * rng.integers(3)
     asked = []
 
     def arrays():
@@ -133,10 +136,10 @@ def in_turn(comm):
 
 def between_hosts(comm):
     """The same where messages take time: of ranks that seem to sit on machines of their own."""
-    before, comm._hosts = comm._hosts, range(comm.size)
+    before, pipelines, comm._hosts, comm.pipelines = comm._hosts, comm.pipelines, range(comm.size), comm.size > 1
     for check in (halves, in_turn, gaps):
         check(comm)
-    comm._hosts = before
+    comm._hosts, comm.pipelines = before, pipelines
 
 
 def gaps(comm):
@@ -299,6 +302,8 @@ def everything(comm):
     for check in (verbs, halves, in_turn, ordered, meters, shared, shares, subgroups):
         check(comm)
     verbs(Metered(Ordered(comm)))
+    if comm.pipelines:
+        gaps(comm)
     if isinstance(comm, MpiCommunicator):
         comm.CHUNK = 1000
         for check in (verbs, halves, between_hosts, ordered):
