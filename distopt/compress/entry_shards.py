@@ -154,13 +154,18 @@ class EntryShards(ShardCodec):
         contexts: Sequence[ExchangeContext],
         pieces: Sequence[Sequence[Piece]],
     ) -> list[list[Payload]]:
-        """Pack each bucket's entries; the tables of all buckets are made at once."""
+        """Pack each bucket's entries, all into one memory, as messages have them: pieces are in the owners' order."""
         entries = [self._entries(of_parts, cuts) for of_parts, cuts in zip(counts, pieces, strict=True)]
-        tables = self._tables(pieces, entries, [s.memory for s in selected])
-        return [
-            [Payload(data, k) for data, k in zip(sections.pack(memory, planes, rows, c), n.tolist(), strict=True)]
-            for (planes, memory), n, rows, c in zip(selected, entries, tables, contexts, strict=True)
-        ]
+        itemsizes = np.repeat([s.memory.itemsize for s in selected], list(map(len, pieces)))
+        rows, end, packed = self._table(list(itertools.chain(*pieces)), np.concatenate(entries), itemsizes), 0, []
+        room = sections.room(rows, contexts[0])
+        for (planes, memory), of_bucket, context in zip(selected, entries, contexts, strict=True):
+            begin, end = end, end + len(of_bucket)
+            table = rows[begin:end]
+            table["plane"] -= table["plane"][:1]
+            data = sections.pack(memory, planes, table, room, context)
+            packed.append(list(map(Payload, data, of_bucket.tolist())))
+        return packed
 
     def _entries(self, counts: np.ndarray, pieces: Sequence[Piece]) -> np.ndarray:
         """Return the entries of each piece of a bucket, from those of each part."""
@@ -190,7 +195,7 @@ class EntryShards(ShardCodec):
         rows = sections.table(
             np.zeros(1, np.int64), np.array([piece.size]), np.array([entries]), self._value, x.itemsize
         )
-        (payload,) = sections.pack(x, planes, rows, context)
+        (payload,) = sections.pack(x, planes, rows, sections.room(rows, context), context)
         return Payload(payload, entries)
 
     def decompress(
@@ -217,21 +222,6 @@ class EntryShards(ShardCodec):
         """Return the table of these pieces; ``itemsize`` is a number, or one for each of them."""
         edges = np.array([(piece.start, piece.size) for piece in pieces], np.int64).reshape(-1, 2)
         return sections.table(edges[:, 0], edges[:, 1], np.asarray(entries, np.int64), self._value, itemsize)
-
-    def _tables(
-        self, pieces: Sequence[Sequence[Piece]], entries: Sequence[np.ndarray], arrays: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """Return the table of each bucket, of which all the first section begins at the start of a payload."""
-        itemsizes = np.array([x.itemsize for x, of_bucket in zip(arrays, pieces, strict=True) for _ in of_bucket])
-        rows = self._table(list(itertools.chain(*pieces)), np.concatenate(entries), itemsizes)
-        tables, end = list[np.ndarray](), 0
-        for of_bucket in pieces:
-            begin, end = end, end + len(of_bucket)
-            table = rows[begin:end]
-            for name in ("at", "plane"):
-                table[name] -= table[name][:1]
-            tables.append(table)
-        return tables
 
     def entries(self, message: np.ndarray, piece: Piece, itemsize: int) -> int:
         return sections.entries(message, piece.size, self._value, itemsize)

@@ -49,8 +49,8 @@ def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, 
     rows["scales"] = rows["values"] + form.code_bytes(places)
     rows["bytes"] = HEADER + some * (rows["values"] + form.value_bytes(places) - HEADER)
     rows["base"] = bases
-    room = -(-rows["bytes"] // ALIGNED) * ALIGNED
-    rows["at"], rows["plane"] = room.cumsum() - room, places.cumsum() - places
+    whole = -(-rows["bytes"] // ALIGNED) * ALIGNED
+    rows["at"], rows["plane"] = whole.cumsum() - whole, places.cumsum() - places
     return rows
 
 
@@ -64,12 +64,20 @@ def section_bytes(n: int, places: int, value: str, itemsize: int) -> int:
     return high + 8 * words + int(format_of(value, itemsize).value_bytes(places))
 
 
-def pack(x: np.ndarray, planes: np.ndarray, rows: np.ndarray, context: ExchangeContext) -> list[np.ndarray]:
+def room(rows: np.ndarray, context: ExchangeContext) -> np.ndarray:
+    """Return zeros for these sections, which lie in it as they do in a message."""
+    payload = context.bucket.scratch("sections", int((rows["at"] + rows["bytes"])[-1:].sum()))
+    device.clear(payload)
+    return payload
+
+
+def pack(
+    x: np.ndarray, planes: np.ndarray, rows: np.ndarray, payload: np.ndarray, context: ExchangeContext
+) -> list[np.ndarray]:
     """Return the sections of an array's entries, each ``(bytes,)`` of uint8; what they cannot carry goes back to x."""
+    # payload: the memory of these and of other sections, ``room``.
     if not len(rows):
         return []
-    payload = context.bucket.scratch("sections", int(rows["at"][-1] + rows["bytes"][-1]))
-    device.clear(payload)
     index, entry = unpack_entries(planes, x.dtype)
     kernels.pack_sections(x, index, entry, payload, *_launch(rows, context))
     return [payload[at : at + nbytes] for at, nbytes in zip(rows["at"].tolist(), rows["bytes"].tolist(), strict=True)]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from distopt.device import pinned
-from distopt.device.arrays import describe, on_gpu
+from distopt.device.arrays import address, describe, on_gpu
 from distopt.device.gpus import cupy, current_gpu
 from distopt.device.memory import empty, zeros
 from distopt.device.streams import await_work, current_stream
@@ -41,14 +41,19 @@ def copied(x: Any) -> np.ndarray:
 
 
 def concatenated(parts: Sequence[Any], aligned: int = 1) -> np.ndarray:
-    """Return flat arrays of one dtype in one, each at a multiple of ``aligned`` elements; a single one as it is."""
+    """Return flat arrays of one dtype in one, each at a multiple of ``aligned`` elements: a view if they lie so."""
+    whole: np.ndarray = parts[0]
     if len(parts) == 1:
-        whole: np.ndarray = parts[0]
         return whole
-    starts = [0]
+    starts, memory = [0], whole.base
     for part in parts[:-1]:
         starts.append(-(-(starts[-1] + part.size) // aligned) * aligned)
-    whole = zeros(starts[-1] + parts[-1].size, parts[0].dtype, like=parts[0])
+    end = starts[-1] + parts[-1].size
+    if type(memory) is type(whole) and memory.flags.c_contiguous and all([part.base is memory for part in parts]):
+        offsets = [(address(part) - address(memory)) // whole.itemsize for part in parts]
+        if [offset - offsets[0] for offset in offsets] == starts:
+            return memory.reshape(-1).view(whole.dtype)[offsets[0] : offsets[0] + end]
+    whole = zeros(end, whole.dtype, like=whole)
     for start, part in zip(starts, parts, strict=True):
         copy(whole[start : start + part.size], part)
     return whole

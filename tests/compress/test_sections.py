@@ -19,6 +19,10 @@ def planes_of(index, entry):
     return planes
 
 
+def packed(x, index, entry, rows):
+    return sections.pack(x, planes_of(index, entry), rows, sections.room(rows, CONTEXT), CONTEXT)
+
+
 def cut_at_random(rng, n, cuts):
     borders = np.sort(rng.integers(0, n + 1, cuts))
     return np.concatenate([[0], borders]), np.diff(np.concatenate([[0], borders, [n]]))
@@ -44,7 +48,7 @@ def test_what_sections_carry_and_what_stays_add_up(n, density, cuts, value, dtyp
     counts = np.diff(np.searchsorted(index, np.concatenate([bases, [n]])))
     rows = sections.table(bases, sizes, counts, value, np.dtype(dtype).itemsize)
     x = np.zeros(n, dtype)
-    payloads = sections.pack(x, planes_of(index, entry), rows, CONTEXT)
+    payloads = packed(x, index, entry, rows)
     for payload, size, count in zip(payloads, sizes.tolist(), counts.tolist(), strict=True):
         assert payload.nbytes == sections.section_bytes(size, count, value, x.itemsize)
         assert sections.entries(payload, size, value, x.itemsize) == count
@@ -74,7 +78,7 @@ def test_infinities_and_nans_are_sent_and_leave_nothing():
     index = np.array([1, 5, 9, 99], np.int32)
     for value in sections.FORMATS:
         rows = sections.table(np.array([0]), np.array([100]), np.array([4]), value, 4)
-        payloads = sections.pack(x, planes_of(index, entry), rows, CONTEXT)
+        payloads = packed(x, index, entry, rows)
         _, values = sections.unpack(payloads, rows, x, CONTEXT)
         assert not np.isfinite(values[:3]).any()
         assert values[3] == 1
@@ -85,7 +89,7 @@ def test_entries_without_a_place_go_back():
     x, index = np.zeros(1000, np.float32), np.arange(0, 1000, 10, dtype=np.int32)
     entry = np.arange(1, 101, dtype=np.float32)
     rows = sections.table(np.array([0, 500]), np.array([500, 500]), np.array([20, 60]), "exact", 4)
-    payloads = sections.pack(x, planes_of(index, entry), rows, CONTEXT)
+    payloads = packed(x, index, entry, rows)
     found, values = sections.unpack(payloads, rows, x, CONTEXT)
     assert np.flatnonzero(x).tolist() == index[20:50].tolist()
     assert found[found >= 0].tolist() == [*index[:20], *index[50:]]
@@ -97,7 +101,7 @@ def test_entries_without_a_place_go_back():
 def test_one_wrong_bit_of_a_header_is_seen(bit):
     x, index = np.zeros(1000, np.float32), np.arange(100, dtype=np.int32)
     rows = sections.table(np.array([0]), np.array([1000]), np.array([100]), "float16", 4)
-    (payload,) = sections.pack(x, planes_of(index, np.ones(100, np.float32)), rows, CONTEXT)
+    (payload,) = packed(x, index, np.ones(100, np.float32), rows)
     payload[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ValueError, match=r"a section's header must be one of 1000 elements with values in float16"):
         sections.entries(payload, 1000, "float16", 4)
@@ -106,7 +110,7 @@ def test_one_wrong_bit_of_a_header_is_seen(bit):
 def test_a_section_of_another_format_or_size_is_refused():
     x = np.zeros(1000, np.float32)
     rows = sections.table(np.array([0]), np.array([1000]), np.array([1]), "float16", 4)
-    (payload,) = sections.pack(x, planes_of(np.array([3], np.int32), np.ones(1, np.float32)), rows, CONTEXT)
+    (payload,) = packed(x, np.array([3], np.int32), np.ones(1, np.float32), rows)
     for n, value, itemsize in ((999, "float16", 4), (1000, "int8", 4), (1000, "float16", 8)):
         with pytest.raises(ValueError, match="another compressor's"):
             sections.entries(payload, n, value, itemsize)

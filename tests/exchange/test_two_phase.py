@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import laws
 import training
-from distopt import DistOpt, Parameter, run_ranks, simulate
+from distopt import DistOpt, Parameter, device, run_ranks, simulate
 from distopt.comm import Metered
 from distopt.comm.communicator import Wrapper
 from distopt.compress import (
@@ -531,3 +531,34 @@ def test_the_make_up_of_messages_counts_each_tensor_in_its_own_dtype(compressor,
         assert row["indices"] <= 2 * ranks * sum(counts)  # Elias-Fano: 7.6 bits each at a hundredth
     assert sum(by_tensor.values()) == sent["payload"] + rows["all_gather"]["payload"]
     assert all(nbytes >= 0 for nbytes in by_tensor.values())
+
+
+class Watched(Wrapper):
+    """A communicator that keeps what it is asked to send to the owners of shards."""
+
+    def all_to_all(self, parts, ragged=False):
+        self.parts = parts
+        return self.comm.all_to_all(parts, ragged)
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.05), Packed(Threshold(1.5), value="bfloat16")], ids=repr)
+def test_entries_are_packed_where_messages_have_them(compressor):
+    """All buckets' messages to all owners are parts of one memory, which nobody copies once more."""
+
+    def main(comm):
+        watched = Watched(comm)
+        trained(watched, compressor, 2)
+        return len({id(part.base) for part in watched.parts if part.size}), len(watched.parts)
+
+    assert run_ranks(3, main) == [(1, 3)] * 3
+
+
+@pytest.mark.parametrize(("starts", "moved"), [([8, 24, 40], False), ([0, 8, 40], True), ([24, 8, 40], True)])
+def test_arrays_that_lie_as_they_should_are_not_copied(starts, moved):
+    memory = np.arange(64, dtype=np.uint8)
+    parts = [memory[start : start + 13] for start in starts]
+    whole = device.concatenated(parts, aligned=16)
+    for k, part in enumerate(parts):
+        np.testing.assert_array_equal(whole[16 * k : 16 * k + 13], part)
+    assert whole.size == 45
+    assert np.shares_memory(whole, memory) != moved
