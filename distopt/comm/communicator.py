@@ -136,9 +136,9 @@ class Communicator:
     def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
         """Yield the sums over ranks of several arrays, formed in place and in order.  Collective.
 
-        With ``pipelines`` three are under way at once: while the slices of one array go to their owners,
-        and the sums of the previous one come back, the caller has the result before that and makes the next array, so
-        the network does not wait for arithmetic.
+        With ``pipelines`` three are under way: while the slices of one array go to their owners, and the sums of the
+        previous one come back, the caller has the result before that and makes the next array, so the network does not
+        wait for arithmetic.
 
         Args:
             arrays: as many on every rank.  A None among them announces that the next array will take a while.
