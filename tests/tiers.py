@@ -27,9 +27,9 @@ def one_by_default(chosen, of):
     return [pytest.param(value, marks=() if value == chosen else pytest.mark.thorough) for value in of]
 
 
-def every(n, cases):
-    """Parameters of which every n-th is tried wherever the test is, and the others by the tier ``full``."""
-    return [pytest.param(case, marks=() if k % n == 0 else pytest.mark.full) for k, case in enumerate(cases)]
+def every(n, cases, first=0):
+    """Parameters of which every n-th is tried wherever the test is, from ``first`` on, and all others by ``full``."""
+    return [pytest.param(case, marks=() if k % n == first else pytest.mark.full) for k, case in enumerate(cases)]
 
 
 def by_size(cases_of, sizes, full=()):

@@ -162,9 +162,8 @@ class Communicator:
                 total, _ = begun.popleft()
                 if total is not None:
                     yield total
-            # the next array may take longer than any time limit
             if all(pending is None for pending, _ in begun):
-                with log:
+                with log:  # its operation ends: the next array may take longer than any time limit
                     pass
 
     def _sum_in_phases(self, x: np.ndarray, room: int = 0) -> Iterator[None]:

@@ -156,7 +156,7 @@ class EntryShards(ShardCodec):
     ) -> list[list[Payload]]:
         """Pack each bucket's entries, all into one memory, as messages have them: pieces are in the owners' order."""
         entries = [self._entries(of_parts, cuts) for of_parts, cuts in zip(counts, pieces, strict=True)]
-        itemsizes = np.repeat([s.memory.itemsize for s in selected], list(map(len, pieces)))
+        itemsizes = np.array([s.memory.itemsize for s, cuts in zip(selected, pieces, strict=True) for _ in cuts])
         rows, end, packed = self._table(list(itertools.chain(*pieces)), np.concatenate(entries), itemsizes), 0, []
         room = sections.room(rows, contexts[0])
         for (planes, memory), of_bucket, context in zip(selected, entries, contexts, strict=True):

@@ -66,7 +66,7 @@ def section_bytes(n: int, places: int, value: str, itemsize: int) -> int:
 
 def room(rows: np.ndarray, context: ExchangeContext) -> np.ndarray:
     """Return zeros for these sections, which lie in it as they do in a message."""
-    payload = context.bucket.scratch("sections", int((rows["at"] + rows["bytes"])[-1:].sum()))
+    payload = context.bucket.scratch("sections", int(rows["at"][-1] + rows["bytes"][-1]) if len(rows) else 0)
     device.clear(payload)
     return payload
 

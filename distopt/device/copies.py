@@ -45,14 +45,14 @@ def concatenated(parts: Sequence[Any], aligned: int = 1) -> np.ndarray:
     whole: np.ndarray = parts[0]
     if len(parts) == 1:
         return whole
-    starts, memory = [0], whole.base
-    for part in parts[:-1]:
-        starts.append(-(-(starts[-1] + part.size) // aligned) * aligned)
-    end = starts[-1] + parts[-1].size
-    if type(memory) is type(whole) and memory.flags.c_contiguous and all([part.base is memory for part in parts]):
-        offsets = [(address(part) - address(memory)) // whole.itemsize for part in parts]
-        if [offset - offsets[0] for offset in offsets] == starts:
-            return memory.reshape(-1).view(whole.dtype)[offsets[0] : offsets[0] + end]
+    memory, first, starts, end = whole.base, address(whole), list[int](), 0
+    lies = type(memory) is type(whole) and memory.flags.c_contiguous
+    for part in parts:
+        starts.append(-(-end // aligned) * aligned)
+        end = starts[-1] + part.size
+        lies = lies and part.base is memory and address(part) == first + starts[-1] * whole.itemsize
+    if lies and memory is not None:
+        return memory.reshape(-1).view(whole.dtype)[(first - address(memory)) // whole.itemsize :][:end]
     whole = zeros(end, whole.dtype, like=whole)
     for start, part in zip(starts, parts, strict=True):
         copy(whole[start : start + part.size], part)

@@ -595,7 +595,7 @@ class Reducers:
             return self.settled(compressor, self._tried(compressor, spec._replace(exchange="auto")))
         if exchange == "nodes":
             # Where an elastic job has lost a rank, or let one in, nodes may have more and fewer.
-            fits = not comm.epoch or fits_nodes(compressor, node_sizes(self._comm.hosts))
+            fits = not comm.epoch or fits_nodes(compressor, node_sizes(comm.hosts))
             return spec if fits else spec._replace(exchange="auto", chosen_by="auto")
         if exchange != "auto" or not compressor.traits.of_sums or not spec.reduced or not comm.spans_hosts:
             return spec

@@ -99,7 +99,7 @@ def node_exchange(
             f"rank of a node, unless every node has as many ranks, got 'nodes' with nodes of {str(sizes)[1:-1]} ranks"
         )
     of_sums = of_sum(compressor, max(sizes))
-    shares = share_out([layout.extent for layout in plan], min(sizes)) + [[]] * (max(sizes) - min(sizes))
+    shares = share_out([layout.extent for layout in plan], min(sizes)) + [[] for _ in range(max(sizes) - min(sizes))]
     columns = [[plan[k] for k in share] for share in shares]
     phases = [two_phases("auto", of_sums, column, len(sizes), break_even) if column else None for column in columns]
     return NodeExchange(shares, of_sums, phases)

@@ -105,10 +105,6 @@ class OperationLog:
     def __exit__(self, *_: object) -> None:
         self.ended = monotonic()
 
-    def end(self) -> None:
-        """End the last operation."""
-        self.ended = monotonic()
-
 
 class OperationRecorder:
     """Records the last ``KEPT`` operations of all logs, and those that have not ended."""

@@ -385,7 +385,7 @@ def refused_plan_on_the_host(comm):
         opt(poisoned(comm, params, 1, bad_step=1))
 
 
-@pytest.mark.parametrize("mode", every(2, [*laws.MODES][1:] + [*laws.MODES][:1]))
+@pytest.mark.parametrize("mode", every(2, laws.MODES, first=1))
 def test_a_joined_rank_takes_part_in_the_others_steps(mode):
     def main(comm):
         params, opt = laws.train(comm, steps=2, mode=mode)

@@ -60,7 +60,7 @@ def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, shared, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", every(2, [*MODES][1:] + [*MODES][:1]))
+@pytest.mark.parametrize("mode", every(2, MODES, first=1))
 def test_two_of_four_ranks_may_end_at_once_or_one_while_the_others_go_on(mode, shared, fate):
     """The second one at the same meeting, or at one of the next: those of the way back are among these.
 

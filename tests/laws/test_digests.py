@@ -26,7 +26,7 @@ def test_training_on_two_ranks_has_the_recorded_bits(transport, case):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("transport", [pytest.param(t, marks=[pytest.mark.full] * (t != "threads")) for t in RUN])
+@pytest.mark.parametrize("transport", tiers.every(len(RUN), RUN))
 @pytest.mark.parametrize("size", digests.SIZES)
 def test_training_on_many_ranks_has_the_recorded_bits(transport, size):
     """Every case, on one number of ranks at the least."""
