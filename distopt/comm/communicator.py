@@ -4,7 +4,7 @@ import collections
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
@@ -25,13 +25,12 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
 Groups = tuple[tuple[int, ...], ...]  # of ranks
-# Tags of slices on their way to their owners, and of sums on their way back: one rank may send the slices of an array
-# before the sums of the last one, and another after them.
-SLICES, SUMS = 1, 2
-UNDER_WAY = 3  # sums of which ``all_reduce_each`` has the arrays, and has not yielded, at most
+UNDER_WAY = 3  # operations that ``in_turn`` has begun, and has not yielded, at most
 # whether lengths differ, or the elements from each rank, if they are known
 Ragged = bool | Sequence[int]
 T = TypeVar("T")
+# An operation, which yields its log wherever others may begin.
+Phases = Generator[AbstractContextManager[None], None, Any]
 
 
 class Communicator:
@@ -59,7 +58,7 @@ class Communicator:
         gpu: number of the GPU that has the arrays, None for arrays on the host.
         rank_ordered: ``all_reduce`` adds in rank order: ((x0 + x1) + x2) + ...
         may_overlap: a thread may exchange while another one computes.
-        pipelines: ``all_reduce_each`` asks for an array while others are under way.
+        pipelines: exchanges of several arrays go ``in_turn``, in which others are begun while some are under way.
         algorithm: routes of the collectives, from which the bytes on the wire follow.
         hosts_summed: hosts, whatever ranks each has, between which ``all_reduce`` sends no more than a sum of each.
         reason: why this transport was chosen, for ``repr``.
@@ -133,56 +132,74 @@ class Communicator:
         with self._log("all_reduce", flat.nbytes, self._tag):
             collections.deque(self._sum_in_phases(flat), maxlen=0)
 
-    def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
-        """Yield the sums over ranks of several arrays, formed in place and in order.  Collective.
+    def in_turn(self, operations: Iterable[Callable[[int], Phases] | None]) -> Iterator[None]:
+        """Begin operations one after the other, three of them under way, and yield as each is complete.  Collective.
 
-        With ``pipelines`` three are under way: while the slices of one array go to their owners, and the sums of the
-        previous one come back, the caller has the result before that and makes the next array, so the network does not
-        wait for arithmetic.
+        While what one has sent travels, the next one may compute, so that the network does not wait for arithmetic.
 
         Args:
-            arrays: as many on every rank.  A None among them announces that the next array will take a while.
+            operations: as many on every rank; each is given its turn, the tag of its messages.  A None among them
+                announces that the next one will take a while.
         """
-        if not self.pipelines:
-            for x in arrays:
-                if x is not None:
-                    self.all_reduce(x)
-                    yield x
-            return
-        begun: collections.deque[tuple[np.ndarray | None, Iterator[None]]] = collections.deque()
+        begun: collections.deque[Phases | None] = collections.deque()
         log: AbstractContextManager[None] = contextlib.nullcontext()
-        for turn, x in enumerate(_with_gaps(arrays, UNDER_WAY - 1)):
-            if x is not None:
-                log = self._log("all_reduce", x.nbytes, self._tag)
-            begun.append((x, iter(()) if x is None else self._sum_in_phases(as_flat(x), turn % UNDER_WAY)))
-            # the newest first: it only sends, the others begin with a wait
-            for _, phases in reversed(begun):
-                next(phases, None)
-            if len(begun) == UNDER_WAY:
-                total, _ = begun.popleft()
-                if total is not None:
-                    yield total
-            if all(pending is None for pending, _ in begun):
-                with log:  # its operation ends: the next array may take longer than any time limit
+        turns = itertools.cycle(range(1, UNDER_WAY + 1))  # not those of gaps, which other ranks do not have
+        for operation in _with_gaps(operations, UNDER_WAY - 1):
+            newest = operation and operation(next(turns))
+            log = next(newest, log) if newest else log
+            complete = begun.popleft() if len(begun) == UNDER_WAY - 1 else None
+            # Whoever waits for messages of a rank that has a gap has sent all that this one waits for.
+            collections.deque(complete or (), maxlen=0)
+            for phases in filter(None, begun):
+                log = next(phases, log)
+            begun.append(newest)
+            if complete:
+                yield
+            if not any(begun):
+                with log:  # it ends: the next operation may take longer than any time limit
                     pass
 
-    def _sum_in_phases(self, x: np.ndarray, room: int = 0) -> Iterator[None]:
+    def sum_in_phases(self, x: np.ndarray, turn: int) -> Phases:
+        """Replace x by its sum over ranks, as an operation of ``in_turn``; it may be read when that is complete."""
+        flat = as_flat(x)
+        log = self._log("all_reduce", flat.nbytes, self._tag)
+        for _ in self._sum_in_phases(flat, turn):
+            yield log
+
+    def exchange_in_phases(
+        self, verb: str, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], turn: int
+    ) -> Phases:
+        """Send ``parts[r]`` to each rank r, and return ``received``, as an operation of ``in_turn``; see ``exchange``.
+
+        Args:
+            verb: 'all_gather' or 'all_to_all'.
+            parts: as of ``exchange``; here this rank's own comes too.
+            received: memory for the parts of all ranks.
+            turn: of the operation.
+        """
+        log = self._log(verb, parts[self.rank].nbytes, self._tag)
+        end = self._begin_exchange(parts, received, turn)
+        received[self.rank][...] = parts[self.rank]
+        yield log
+        end()
+        return received
+
+    def _sum_in_phases(self, x: np.ndarray, turn: int = 1) -> Iterator[None]:
         """Replace a flat x by its sum, in three phases, each of which but the first begins with a wait."""
         # Each slice goes to the rank that owns it, is added up there in rank order, and comes back.
-        # room: index of the receive buffer.
         self._rooms = self._rooms or [ReceiveBuffer() for _ in range(UNDER_WAY)]
         parts = [x[s] for s in slices(x.size, self.size)]
         mine = parts[self.rank]
-        received = split(self._rooms[room].view(x.dtype, self.size * mine.size), [mine.size] * self.size)
+        received = split(self._rooms[turn - 1].view(x.dtype, self.size * mine.size), [mine.size] * self.size)
         received[self.rank] = mine
-        end = self._begin_exchange(parts, received, SLICES)
+        end = self._begin_exchange(parts, received, turn)
         yield
         end()
         if x.dtype in HALVES:
             sum_halves(received, mine)
         else:
             mine[...] = sum_in_rank_order(received)
-        end = self._begin_exchange([mine] * self.size, parts, SUMS)
+        end = self._begin_exchange([mine] * self.size, parts, turn)
         yield
         end()
 
@@ -507,7 +524,7 @@ class Wrapper(Communicator):
     """Communicator around another one, of which it has every public name but those that a subclass defines."""
 
     # And but these, which call the wrapper's own verbs, or keep what is of its own.
-    KEPT = "all_reduce_each pipelines broadcast_object reason spans_hosts duplicate subgroup next_epoch".split()
+    KEPT = "pipelines broadcast_object reason spans_hosts duplicate subgroup next_epoch".split()
     for _name in {*Communicator.__annotations__, *vars(Communicator)}.difference(KEPT):
         if not _name.startswith("_"):
             locals()[_name] = _OfWrapped(_name)
@@ -564,11 +581,11 @@ def slices(n: int, size: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
-def _with_gaps(arrays: Iterable[np.ndarray | None], count: int) -> Iterator[np.ndarray | None]:
-    """Yield the arrays, and ``count`` times None in place of each None and at the end."""
-    # The caller advances all pending sums at every item, so that many items complete them.
-    for x in itertools.chain(arrays, [None]):
-        yield from [x] if x is not None else [None] * count
+def _with_gaps(operations: Iterable[T | None], count: int) -> Iterator[T | None]:
+    """Yield the operations, and ``count`` times None in place of each None and at the end."""
+    # The caller advances all that is under way at every item, so that many items complete it.
+    for operation in itertools.chain(operations, [None]):
+        yield from [operation] if operation is not None else [None] * count
 
 
 def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:

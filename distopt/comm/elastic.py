@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -254,9 +254,6 @@ class Elastic(Wrapper):
 
     def all_reduce(self, x: np.ndarray) -> None:
         self.transaction_on(x, "all_reduce", lambda: self.comm.all_reduce(x))
-
-    def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
-        return self.comm.all_reduce_each(arrays) if self._inside else super().all_reduce_each(arrays)
 
     @property
     def pipelines(self) -> bool:  # type: ignore[override]

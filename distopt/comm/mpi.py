@@ -109,7 +109,7 @@ class MpiCommunicator(SharingCommunicator):
         self._ends = threading.Lock()
         self._joiners = SpawnedJoiners()
 
-    def _sum_in_phases(self, x: np.ndarray, room: int = 0) -> Iterator[None]:
+    def _sum_in_phases(self, x: np.ndarray, turn: int = 1) -> Iterator[None]:
         # Slices of 16-bit numbers go to their owners, are added up there, and come back; so do those of all numbers if
         # ranks may be lost (`mpi_losses`), and large ones if each of several ranks has a host of its own: no sum sends
         # fewer bytes, and MPI libraries' do send more.  Else MPI sums other dtypes, between hosts always by the
@@ -126,7 +126,7 @@ class MpiCommunicator(SharingCommunicator):
             yield
             self._finish(exchange)
             return
-        yield from super()._sum_in_phases(x, room)
+        yield from super()._sum_in_phases(x, turn)
 
     def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
         """Send ``parts[r]`` to every other rank r, and receive ``received[r]``.  Collective."""

@@ -3,6 +3,7 @@
 import abc
 import collections
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
@@ -19,6 +20,7 @@ from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.base import payload_nbytes
 from distopt.compress.context import Senders
+from distopt.compress.shards import ElementShards
 from distopt.compress.state import OWED, State, pending, prefixed, settle
 from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
@@ -30,7 +32,7 @@ from distopt.engine.undo import Undo
 from distopt.exchange import (
     TwoPhase,
     choose,
-    reduce_each,
+    program_of,
     reduce_everywhere,
     reduce_half_shards,
     reduce_shards,
@@ -53,7 +55,7 @@ from distopt.exchange.hierarchical import (
     share_inside,
     sum_inside,
 )
-from distopt.exchange.program import run
+from distopt.exchange.program import Exchange, in_turn, run
 from distopt.exchange.sharding import ShardBounds
 from distopt.exchange.shared_memory import describe, nonfinite
 from distopt.exchange.two_phase import Owned, two_phase_program
@@ -102,12 +104,14 @@ class CollectiveReducer(Unreduced):
         super().__init__(step_context.store, compressor)
         self._compressor, self._comm, self._step_context = compressor, comm, step_context
         # A dense sum has no senders.
-        self._algorithm = choose(compressor, spec.break_even and spec.over == "ranks")
+        self._break_even = spec.break_even and spec.over == "ranks"
+        self._algorithm = choose(compressor, self._break_even)
         self._text = repr(compressor) if comm.gpu is not None and compressor.traits.recordable else ""
         for hook in step_context.hooks:
             self._algorithm = hook.wrap_exchange(self._algorithm, compressor)
-        pipelined = comm.pipelines and compressor.traits.summable and not compressor.traits.has_hooks
-        self._pipelined = pipelined and not step_context.payloads_wanted
+        # Of ragged payloads ranks are told the lengths, between which nothing else may begin.
+        pipelined = comm.pipelines and not (compressor.traits.ragged or compressor.traits.has_hooks)
+        self.pipelined = pipelined and not step_context.payloads_wanted
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         with self._step_context.counted_entries(self._compressor, arrays):
@@ -126,10 +130,14 @@ class CollectiveReducer(Unreduced):
 
     def stream(self, buckets: Stream) -> Iterator[Reduced]:
         """Yield the sum over ranks of each bucket, as they come.  Collective."""
-        if not self._pipelined:
+        if not self.pipelined:
             return (self._exchange(*bucket) for bucket in buckets if bucket)
-        arriving = (bucket and self._travelling(*bucket) for bucket in buckets)
-        return map(unsharded, reduce_each(arriving, self._compressor, self._comm))
+        return reduced_in_turn(buckets, self.program, self._comm)
+
+    def program(self, bucket: Bucket, x: np.ndarray) -> tuple[MessageTag, Exchange]:
+        """Return what this rank does to replace a bucket's array by its sum, and the tag of its messages."""
+        travelling = self._travelling(bucket, x)
+        return travelling[-1], program_of(travelling, self._compressor, self._break_even)
 
     def _travelling(self, bucket: Bucket, x: np.ndarray) -> TravellingBucket:
         """Return a bucket as exchanges take it; nobody owns a shard of it, so what was owed waits with the rest."""
@@ -183,32 +191,57 @@ class TwoPhaseReducer(Unreduced):
 
     def stream(self, buckets: Stream) -> Iterator[Reduced]:
         """Yield the sum over ranks of each bucket, as they come; all at the end unless ``by_bucket``.  Collective."""
+        # Where all elements are sent, all know how long messages are.
+        if self._by_bucket and self._otherwise.pipelined and isinstance(self._phases.codec, ElementShards):
+            numbers = itertools.count()
+
+            def program(bucket: Bucket, x: np.ndarray) -> tuple[MessageTag, Exchange]:
+                if next(numbers) in self._phases.buckets:
+                    return self._step_context.tag(bucket), self._program([(bucket, x)])
+                return self._otherwise.program(bucket, x)
+
+            yield from reduced_in_turn(buckets, program, self._comm)
+            return
         numbered = enumerate(filter(None, buckets))
         for part in ([pair] for pair in numbered) if self._by_bucket else [list(numbered)]:
             if together := [pair for k, pair in part if k in self._phases.buckets]:
-                self._exchange(together)
+                run(self._program(together), self._comm)
             if alone := [pair for k, pair in part if k not in self._phases.buckets]:
                 self._otherwise.exchange(alone)
             yield from map(unsharded, [x for _, (_, x) in part])
 
-    def _exchange(self, together: Sequence[tuple[Bucket, np.ndarray]]) -> None:
-        """Replace the arrays of these buckets by their sums, in the same messages.  Collective."""
+    def _program(self, together: Sequence[tuple[Bucket, np.ndarray]]) -> Exchange:
+        """What this rank does to replace the arrays of these buckets by their sums, in the same messages."""
         compressor, step, comm = self._compressor, self._step_context, self._comm
         text = repr(compressor) if comm.gpu is not None and compressor.traits.recordable else ""
         travelling = [step.travelling_bucket(bucket, x, comm, compressor, text) for bucket, x in together]
         if compressor.traits.has_hooks:
-            with comm.on_comm_stream():
-                for x, state, context, _ in travelling:
-                    compressor.begin(x, state, context)
+            for x, state, context, _ in travelling:
+                compressor.begin(x, state, context)
         watches = [watch for hook in step.hooks if (watch := hook.watch_shards(compressor))]
         own = self._owned, self._bounds
-        run(two_phase_program(travelling, compressor, self._phases.codec, comm, *own, step.tag(), watches), comm)
+        yield from two_phase_program(travelling, compressor, self._phases.codec, comm, *own, step.tag(), watches)
         for hook in step.hooks:
             hook.after_two_phases(travelling, comm)
         if compressor.traits.has_hooks:
-            with comm.on_comm_stream():
-                for x, state, context, _ in travelling:
-                    compressor.finish(x, state, context)
+            for x, state, context, _ in travelling:
+                compressor.finish(x, state, context)
+
+
+def reduced_in_turn(
+    buckets: Stream, program: Callable[[Bucket, np.ndarray], tuple[MessageTag, Exchange]], comm: Communicator
+) -> Iterator[Reduced]:
+    """Yield the sum over ranks of each bucket, as they come, while others are on their way.  Collective."""
+    begun = collections.deque[np.ndarray]()
+
+    def programs() -> Iterator[tuple[MessageTag, Exchange] | None]:
+        for pair in buckets:
+            if pair:
+                begun.append(pair[1])
+            yield pair and program(*pair)
+
+    for _ in in_turn(programs(), comm):
+        yield unsharded(begun.popleft())
 
 
 class NodeReducer(Unreduced):

@@ -10,9 +10,10 @@ from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.base import check_compressor
 from distopt.compress.state import State
-from distopt.exchange.all_gather import gather
-from distopt.exchange.all_reduce import reduce, reduce_each
+from distopt.exchange.all_gather import gather, gather_program
+from distopt.exchange.all_reduce import TravellingBucket, reduce, reduce_program
 from distopt.exchange.choice import EXCHANGES, TwoPhase, two_phases
+from distopt.exchange.program import Exchange
 from distopt.exchange.shared_memory import reduce_everywhere, reduce_half_shards, reduce_shards
 
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, State, ExchangeContext, MessageTag], None]
@@ -39,14 +40,22 @@ def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
     return partial(gather, break_even=True) if break_even else gather
 
 
+def program_of(bucket: TravellingBucket, compressor: Compressor, break_even: bool = False) -> Exchange:
+    """Return what one rank does in the algorithm that ``choose`` returns."""
+    x, state, context, tag = bucket
+    if compressor.traits.summable:
+        return reduce_program(x, compressor, state, context)
+    return gather_program(x, compressor, state, context, tag, break_even)
+
+
 __all__ = [
     "EXCHANGES",
     "Algorithm",
     "TwoPhase",
     "choose",
     "gather",
+    "program_of",
     "reduce",
-    "reduce_each",
     "reduce_everywhere",
     "reduce_half_shards",
     "reduce_shards",

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distopt.comm import Communicator, byte_counts
+from distopt.comm.communicator import Phases, split
 from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import layout_of
@@ -41,12 +42,22 @@ class Gather(NamedTuple):
         data = payload.reshape(-1).view(np.uint8)  # it travels as bytes, whatever its dtype is
         with comm.tagged(tag._replace(breakdown=lambda _: compressor.breakdown(payload, x, context))):
             if compressor.traits.ragged and context.capacity is None:
-                payloads = comm.all_gather(data, ragged=True)
-            else:
-                payloads = comm.all_gather(data, into=context.scratch("payloads", data.size * comm.size))
-        if payload.dtype != np.uint8:
-            payloads = [part.view(payload.dtype) for part in payloads]
-        return partial(compressor.decompress_all, payloads, context=context), payloads
+                return self._sum_of(comm.all_gather(data, ragged=True))
+            return self._sum_of(comm.all_gather(data, into=self._room(comm)))
+
+    def phases(self, comm: Communicator, turn: int) -> Phases:
+        data = self.payload.reshape(-1).view(np.uint8)
+        received = split(self._room(comm), [data.size] * comm.size)
+        return self._sum_of((yield from comm.exchange_in_phases("all_gather", [data] * comm.size, received, turn)))
+
+    def _room(self, comm: Communicator) -> np.ndarray:
+        """Return memory for the payloads of all ranks, where they are of the same length."""
+        return self.context.scratch("payloads", self.payload.nbytes * comm.size)
+
+    def _sum_of(self, payloads: Sequence[np.ndarray]) -> SumOfPayloads:
+        if self.payload.dtype != np.uint8:
+            payloads = [part.view(self.payload.dtype) for part in payloads]
+        return partial(self.compressor.decompress_all, payloads, context=self.context), payloads
 
 
 def sum_payloads(

@@ -1,8 +1,5 @@
 """Payloads that can be added on the wire: one all-reduce."""
 
-import collections
-from collections.abc import Iterable, Iterator
-
 import numpy as np
 
 from distopt.comm import Communicator
@@ -63,45 +60,3 @@ def reduce(
         [[3.0, 6.0], [3.0, 6.0]]
     """
     run(reduce_program(x, compressor, state, context), comm)
-
-
-def reduce_each(
-    buckets: Iterable[TravellingBucket | None], compressor: Compressor, comm: Communicator
-) -> Iterator[np.ndarray]:
-    """Replace arrays of the host by their sums one after the other, and yield each.  Collective.
-
-    While one travels, the next may be compressed.
-
-    Args:
-        buckets: of each the array, the state, the context and the tag; None says that the next one will take a while.
-        compressor: what is sent of them; ``summable``.
-        comm: the ranks.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt import run_ranks
-        >>> from distopt.comm.message import UNTAGGED
-        >>> from distopt.compress import Dense, ExchangeContext
-        >>> def main(comm):
-        ...     arrays = [np.full(2, k * (comm.rank + 1), np.float32) for k in (1, 10)]
-        ...     buckets = [(x, {}, ExchangeContext(size=comm.size), UNTAGGED) for x in arrays]
-        ...     return [total.tolist() for total in reduce_each(buckets, Dense(), comm)]
-        >>> run_ranks(2, main)
-        [[[3.0, 3.0], [30.0, 30.0]], [[3.0, 3.0], [30.0, 30.0]]]
-    """
-    sent: collections.deque[TravellingBucket] = collections.deque()
-
-    def payloads() -> Iterator[np.ndarray | None]:
-        for bucket in buckets:
-            if bucket is None:
-                yield None
-                continue
-            sent.append(bucket)
-            x, state, context, tag = bucket
-            with comm.tagged(tag):
-                yield payload_of(x, compressor, state, context)
-
-    for total in comm.all_reduce_each(payloads()):
-        x, _, context, _ = sent.popleft()
-        compressor.decompress(total, x, context)
-        yield x

@@ -86,6 +86,14 @@ class HostCounts:
         """Begin the second phase, in which this rank sends so many entries of each piece of its shard."""
         self._summed = True
 
+    def known_bytes(self, pieces: Sequence[Piece]) -> int:
+        """Return the bytes of a message with payloads of these pieces, where they do not depend on the data."""
+        return self._message_bytes(pieces, [self.codec.known_entries(piece, self._summed) or 0 for piece in pieces])
+
+    def _message_bytes(self, pieces: Sequence[Piece], entries: Sequence[int]) -> int:
+        numbers = ((n, piece, self._itemsizes[piece.bucket]) for n, piece in zip(entries, pieces, strict=True))
+        return message_bytes([self.codec.payload_bytes(*number, self._summed) for number in numbers])
+
     def counts(self, piece: Piece) -> np.ndarray | None:
         """Return how many entries of each part of a piece all ranks have sent together; None if nobody has told."""
         return None
@@ -139,7 +147,7 @@ class DeviceCounts(HostCounts):
         if not self._known():
             self._counts = np.array(self._gathered(counts.tolist()), np.int64).reshape(self._comm.size, -1)
         mine = self._shards.of_owner[self._comm.rank]
-        self.lengths = [self._message_bytes(sender, mine) for sender in range(self._comm.size)]
+        self.lengths = [self._sent(sender, mine) for sender in range(self._comm.size)]
 
     def tell_sums(self, entries: Sequence[int]) -> None:
         self._summed = True
@@ -147,7 +155,7 @@ class DeviceCounts(HostCounts):
             padding = [0] * (max(map(len, self._shards.of_owner)) - len(entries))  # all texts have as many numbers
             for pieces, counts in zip(self._shards.of_owner, self._gathered([*entries, *padding]), strict=True):
                 self._sums |= dict(zip(pieces, counts, strict=False))
-        self.lengths = [self._message_bytes(owner, pieces) for owner, pieces in enumerate(self._shards.of_owner)]
+        self.lengths = [self._sent(owner, pieces) for owner, pieces in enumerate(self._shards.of_owner)]
 
     def counts(self, piece: Piece) -> np.ndarray | None:
         total: np.ndarray = self._counts[:, self._rows[piece]].sum(axis=0)
@@ -163,9 +171,9 @@ class DeviceCounts(HostCounts):
         """Tell if all is known already in this phase."""
         return all(self.codec.known_entries(piece, self._summed) is not None for piece in self._rows)
 
-    def _message_bytes(self, sender: int, pieces: Sequence[Piece]) -> int:
-        numbers = ((self.entries(sender, piece), piece, self._itemsizes[piece.bucket]) for piece in pieces)
-        return message_bytes([self.codec.payload_bytes(*number, self._summed) for number in numbers])
+    def _sent(self, sender: int, pieces: Sequence[Piece]) -> int:
+        """Return the bytes of what a rank sends of pieces."""
+        return self._message_bytes(pieces, [self.entries(sender, piece) for piece in pieces])
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of every rank.  Collective."""

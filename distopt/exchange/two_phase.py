@@ -17,6 +17,7 @@ import numpy as np
 
 from distopt import device
 from distopt.comm import Communicator
+from distopt.comm.communicator import Phases
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.base import compressed_members
@@ -67,15 +68,23 @@ class ToOwners(NamedTuple):
     tag: MessageTag
 
     def over(self, comm: Communicator) -> "Sums":
-        sent, mine = {piece: payload.data for piece, payload in self.payloads}, self.shards.of_owner[comm.rank]
         self.entry_counts.tell(np.concatenate(self.counts))
-        messages = [_message([sent[p] for p in pieces], self.buckets) for pieces in self.shards.of_owner]
         with comm.tagged(self.tag):
-            inbox = comm.all_to_all(messages, ragged=self.entry_counts.lengths)
-        return self._sums(self.entry_counts.by_piece(inbox, [mine] * comm.size))
+            inbox = comm.all_to_all(self._messages(), ragged=self.entry_counts.lengths)
+        return self._sums(inbox, comm.rank)
 
-    def _sums(self, received: Sequence[tuple[Piece, list[Payload]]]) -> "Sums":
-        for piece, payloads in received:
+    def phases(self, comm: Communicator, turn: int) -> Phases:
+        nbytes = self.entry_counts.known_bytes(self.shards.of_owner[comm.rank])
+        inbox = [np.empty(nbytes, np.uint8) for _ in range(comm.size)]
+        return self._sums((yield from comm.exchange_in_phases("all_to_all", self._messages(), inbox, turn)), comm.rank)
+
+    def _messages(self) -> list[np.ndarray]:
+        """Return the message to each owner."""
+        sent = {piece: payload.data for piece, payload in self.payloads}
+        return [_message([sent[piece] for piece in pieces], self.buckets) for pieces in self.shards.of_owner]
+
+    def _sums(self, inbox: Sequence[np.ndarray], owner: int) -> "Sums":
+        for piece, payloads in self.entry_counts.by_piece(inbox, [self.shards.of_owner[owner]] * len(inbox)):
             x, _, context, _ = self.buckets[piece.bucket]
             total, here = context.bucket.scratch("shard sum", piece.size * x.itemsize), piece.context(context)
             total = total.view(x.dtype)
@@ -101,10 +110,20 @@ class ToAll(NamedTuple):
     tag: MessageTag
 
     def over(self, comm: Communicator) -> list[tuple[Piece, Payload]]:
-        message = _message([payload.data for _, payload in self.results], self.buckets)
         self.entry_counts.tell_sums([payload.entries for _, payload in self.results])
         with comm.tagged(self.tag):
-            gathered = comm.all_gather(message, ragged=self.entry_counts.lengths)
+            return self._of_all(comm.all_gather(self._message(), ragged=self.entry_counts.lengths))
+
+    def phases(self, comm: Communicator, turn: int) -> Phases:
+        self.entry_counts.tell_sums([])
+        gathered = [np.empty(self.entry_counts.known_bytes(pieces), np.uint8) for pieces in self.shards.of_owner]
+        messages = [self._message()] * comm.size
+        return self._of_all((yield from comm.exchange_in_phases("all_gather", messages, gathered, turn)))
+
+    def _message(self) -> np.ndarray:
+        return _message([payload.data for _, payload in self.results], self.buckets)
+
+    def _of_all(self, gathered: Sequence[np.ndarray]) -> list[tuple[Piece, Payload]]:
         return [(piece, payload) for piece, (payload,) in self.entry_counts.by_piece(gathered, self.shards.of_owner)]
 
 

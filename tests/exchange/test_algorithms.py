@@ -9,7 +9,7 @@ from distopt import run_ranks
 from distopt.comm.communicator import Wrapper
 from distopt.comm.message import UNTAGGED
 from distopt.compress import BucketContext, DeepGradientCompression, ExchangeContext, Half, TopK
-from distopt.exchange import choose, gather, reduce, reduce_each
+from distopt.exchange import choose, gather, reduce
 from distopt.kernels.layout import BucketLayout
 
 
@@ -114,24 +114,6 @@ def test_reduce_sends_one_message_of_the_payload(dtype):
     for total, sent in run_ranks(3, main):
         np.testing.assert_allclose(total, expected, rtol=0, atol=2.0**-6 if dtype == "float16" else 2.0**-4)
         assert sent == [("all_reduce", 50)]
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_buckets_in_a_row_have_the_bits_of_buckets_one_by_one(waits):
-    def main(comm):
-        arrays = [gradients(4, comm.rank, n) for n in (5, 0, 33)]
-        alone = [x.copy() for x in arrays]
-        context = ExchangeContext(rank=comm.rank, size=2)
-        row = [(x, {}, context, UNTAGGED) for x in arrays]
-        if waits:
-            row.insert(1, None)
-        found = list(reduce_each(row, Half(), comm))
-        for x in alone:
-            reduce(x, Half(), comm, {}, context, UNTAGGED)
-        assert [x is y for x, y in zip(found, arrays, strict=True)] == [True] * 3
-        return [x.tobytes() for x in found] == [x.tobytes() for x in alone]
-
-    assert run_ranks(2, main) == [True, True]
 
 
 def test_what_is_no_compressor_has_no_algorithm():
