@@ -18,7 +18,6 @@ from distopt.comm.control import fingerprint
 from distopt.compress import (
     BucketContext,
     Compressor,
-    Dense,
     ErrorFeedback,
     ExchangeContext,
     Half,
@@ -28,7 +27,7 @@ from distopt.compress import (
 from distopt.compress.state import RESIDUAL
 from distopt.engine.facade import Facade
 from distopt.engine.parameters import FLOATS, Loss, checked_gradient
-from distopt.engine.spec import StepSpec
+from distopt.engine.spec import StepSpec, dense
 from distopt.exchange.all_gather import gather
 from distopt.exchange.all_reduce import reduce
 from distopt.optim.adapters.base import Known
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 def with_compressor(compressor: Compressor | None, break_even: bool, exchange: str, over: str) -> StepSpec:
     """Return the step with a compressor; None for ``Dense()``."""
-    chosen = Dense() if compressor is None else compressor
+    chosen = dense() if compressor is None else compressor
     return StepSpec(lambda: chosen, break_even=break_even, exchange=exchange, over=over)
 
 
@@ -83,7 +82,7 @@ class SingaModes(Facade):
             >>> p.data
             array([0.5, 0.5], dtype=float32)
         """
-        return self.run(loss, StepSpec(Dense, threshold))
+        return self.run(loss, StepSpec(dense, threshold))
 
     def backward_and_update_half(
         self, loss: Loss, threshold: int | None = None, clipping: bool = False, clip_Value: float = 100

@@ -361,12 +361,13 @@ class BucketSet(list[Bucket]):
         """Point the tables to these gradients, in plan order; one that is None, at address 0, is zeros."""
         # version: changes when an array changes.
         # sent: the number of buckets, from the first on, that are on their way already.
-        if version != self._gradients_version or 0 in addresses:
+        if version != self._gradients_version:
+            same_next = 0 not in addresses
             addresses = self._untangled(grads, addresses, sent)
             for bucket, places in zip(self, self.places, strict=True):
                 bucket.point_to_gradients(addresses[places])
-            # Copies are made anew at every step.
-            self._gradients_version = -1 if self._copies else version
+            # Copies and zeros are made anew at every step.
+            self._gradients_version = version if same_next and not self._copies else -1
 
     def point_to_parameters(self, addresses: np.ndarray, version: int) -> None:
         """Point the tables to the parameters at these addresses, in plan order."""

@@ -219,6 +219,22 @@ def of_sum(compressor: Compressor, ranks: int) -> Compressor:
     return found
 
 
+def interchangeable(one: Compressor, other: Compressor) -> bool:
+    """Tell if two compressors do the same, as far as they are of this library: others may keep what no repr tells.
+
+    Example:
+        >>> from distopt.compress import ErrorFeedback, TopK
+        >>> [interchangeable(ErrorFeedback(TopK(k)), ErrorFeedback(TopK(0.1))) for k in (0.1, 0.2)]
+        [True, False]
+    """
+    return type(one) is type(other) and _is_ours(one) and _is_ours(other) and repr(one) == repr(other)
+
+
+def _is_ours(compressor: Compressor) -> bool:
+    within = [value for name, value in vars(compressor).items() if name[0] != "_" and isinstance(value, Compressor)]
+    return type(compressor).__module__.startswith("distopt.compress.") and all(map(_is_ours, within))
+
+
 def at_density(compressor: Compressor, density: float) -> Compressor:
     """Return the same with another density, by its method ``at_density(density)``; TypeError if it has none."""
     if not hasattr(compressor, "at_density"):

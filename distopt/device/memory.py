@@ -62,7 +62,7 @@ def gpu_array_at(address: int, shape: tuple[int, ...], dtype: Any, owner: Any, g
 
 def clear(x: Any) -> None:
     """Set all elements of a contiguous array to zero."""
-    if not on_gpu(x):
+    if type(x) is np.ndarray or not on_gpu(x):
         # as bytes, which numpy leaves to memset
         x.reshape(-1).view(np.uint8).fill(0)
     elif x.nbytes:

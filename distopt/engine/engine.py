@@ -13,8 +13,8 @@ from distopt.checks import check_int
 from distopt.comm import Communicator
 from distopt.comm.control import agreed
 from distopt.comm.message import MessageTag
-from distopt.compress import Compressor, Dense
-from distopt.compress.base import check_compressor
+from distopt.compress import Compressor
+from distopt.compress.base import check_compressor, interchangeable
 from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.agreement import Agreement, AllJoinedError, GradientReport, decode, describe
 from distopt.engine.background import Background, Inline
@@ -27,7 +27,7 @@ from distopt.engine.overlap import Overlap
 from distopt.engine.parameters import Loss
 from distopt.engine.progress import Progress
 from distopt.engine.reducers import Reducer, Reducers, StepContext, Unreduced
-from distopt.engine.spec import NOTHING, Options, Outcome, StepSpec, Update
+from distopt.engine.spec import DENSE, NOTHING, Options, Outcome, StepSpec, Update
 from distopt.engine.undo import Undo
 from distopt.exchange import EXCHANGES
 from distopt.optim import SGD
@@ -48,7 +48,7 @@ class Attempt:
 
     def __init__(self, spec: StepSpec):
         self.spec = spec
-        self.compressor: Compressor = Dense()
+        self.compressor: Compressor = DENSE
         self.reducer: Reducer | None = None
         self.error: Exception | None = None
         # Puts back what buckets that have left before the vote have changed of what outlives the step.
@@ -104,8 +104,10 @@ class Engine:
         self.step_context = StepContext(comm, self.store, self.progress, self.accumulator, self.hooks)
         self.agreement = Agreement(comm, kind)
         # Both of the last step.
-        self.compressor: Compressor = Dense()
+        self.compressor: Compressor = DENSE
         self.spec = StepSpec()
+        # The compressor that a step was asked for last, and the one of them that it was made with.
+        self._asked: tuple[Compressor, Compressor] = DENSE, DENSE
         # The parameters of which no gradient has arrived on any rank (``StepSpec.arrived``).
         self.missing_everywhere: Collection[str] = frozenset()
         # In backward: buckets leave while a loss yields its gradients.
@@ -119,7 +121,7 @@ class Engine:
             else Reducers(comm, self.step_context, self.accumulator, options, not self.optimizer.updates_shards)
         )
         # Of steps that are this rank's alone, whose gradients are the sums.
-        self._own = Unreduced(self.store, Dense())
+        self._own = Unreduced(self.store, DENSE)
         self.elastic = ElasticSteps(self, self.undo, options.buddy) if self.undo else None
         self.buddies = self.elastic.buddies if self.elastic else None
         if self.elastic:
@@ -539,7 +541,12 @@ class Engine:
             )
         if compressor.traits.corrects_momentum and self.accumulator.holds_sums:
             raise ValueError(f"sync_on_apply must be True, as {name} has one momentum per update, got False")
-        return compressor.at_step(self.progress.updates)
+        found, (asked, kept) = compressor.at_step(self.progress.updates), self._asked
+        if found is not asked:
+            # What was planned for the last one holds, though a script makes another such object in each step.
+            kept = kept if interchangeable(found, kept) else found
+            self._asked = found, kept
+        return kept
 
     # -- details of a step
 

@@ -598,6 +598,8 @@ class Reducers:
         self._comm, self._step_context, self._accumulator = comm, step_context, accumulator
         self.overlap, self._deterministic = options.overlap, options.deterministic
         self._everywhere, self.bounds = everywhere, ShardBounds()
+        # A ledger has the sums of one rank too.
+        self._counted = comm.unwrapped is not comm
         # What the last choice of an exchange depended on.
         self._asked: tuple[Any, ...] = (None,) * 4
         self._phases: TwoPhase | None = None
@@ -799,6 +801,8 @@ class Reducers:
         reducer: Reducer
         if not spec.reduced:
             return LocalGradients()
+        if self._comm.size == 1 and type(compressor) is Dense and not self._counted and not step.payloads_wanted:
+            return Unreduced(store, compressor)
         unchanged = frozenset[str]() if spec.only is None else store.collector.order.keys() - set(spec.only)
         if self.in_shared_memory(compressor):
             reducer = SharedMemoryReducer(self._comm, step, check_finite, vote, self._everywhere, unchanged)

@@ -82,11 +82,19 @@ class Options(NamedTuple):
         ]
 
 
+DENSE = Dense()  # of steps that name none, the same one each time
+
+
+def dense() -> Compressor:
+    """Return ``DENSE``."""
+    return DENSE
+
+
 class StepSpec(NamedTuple):
     """The specification of a step."""
 
     # Raises what forbids such a step.
-    compressor: CompressorFactory = Dense
+    compressor: CompressorFactory = dense
     # Elements that fill a bucket; None keeps the usual number.
     threshold: int | None = None
     # Every element of the gradients is first held between -clip_value and clip_value.

@@ -112,16 +112,14 @@ class ToAll(NamedTuple):
     def over(self, comm: Communicator) -> list[tuple[Piece, Payload]]:
         self.entry_counts.tell_sums([payload.entries for _, payload in self.results])
         with comm.tagged(self.tag):
-            return self._of_all(comm.all_gather(self._message(), ragged=self.entry_counts.lengths))
+            message = _message([payload.data for _, payload in self.results], self.buckets)
+            return self._of_all(comm.all_gather(message, ragged=self.entry_counts.lengths))
 
     def phases(self, comm: Communicator, turn: int) -> Phases:
         self.entry_counts.tell_sums([])
         gathered = [np.empty(self.entry_counts.known_bytes(pieces), np.uint8) for pieces in self.shards.of_owner]
-        messages = [self._message()] * comm.size
-        return self._of_all((yield from comm.exchange_in_phases("all_gather", messages, gathered, turn)))
-
-    def _message(self) -> np.ndarray:
-        return _message([payload.data for _, payload in self.results], self.buckets)
+        message = _message([payload.data for _, payload in self.results], self.buckets)
+        return self._of_all((yield from comm.exchange_in_phases("all_gather", [message] * comm.size, gathered, turn)))
 
     def _of_all(self, gathered: Sequence[np.ndarray]) -> list[tuple[Piece, Payload]]:
         return [(piece, payload) for piece, (payload,) in self.entry_counts.by_piece(gathered, self.shards.of_owner)]
