@@ -25,11 +25,12 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
 Groups = tuple[tuple[int, ...], ...]  # of ranks
-UNDER_WAY = 3  # operations that ``in_turn`` has begun, and has not yielded, at most
+UNDER_WAY = 3  # operations that are begun and not complete, at most
 # whether lengths differ, or the elements from each rank, if they are known
 Ragged = bool | Sequence[int]
 T = TypeVar("T")
-# An operation, which yields its log wherever others may begin.
+# An operation, which yields its log wherever others may be begun.  It has a turn from 1 to UNDER_WAY, the tag of its
+# messages, as no other that is under way.
 Phases = Generator[AbstractContextManager[None], None, Any]
 
 
@@ -58,7 +59,7 @@ class Communicator:
         gpu: number of the GPU that has the arrays, None for arrays on the host.
         rank_ordered: ``all_reduce`` adds in rank order: ((x0 + x1) + x2) + ...
         may_overlap: a thread may exchange while another one computes.
-        pipelines: exchanges of several arrays go ``in_turn``, in which others are begun while some are under way.
+        pipelines: operations take a while, in which others are to be begun (``sum_in_phases``, ``exchange_in_phases``).
         algorithm: routes of the collectives, from which the bytes on the wire follow.
         hosts_summed: hosts, whatever ranks each has, between which ``all_reduce`` sends no more than a sum of each.
         reason: why this transport was chosen, for ``repr``.
@@ -132,35 +133,8 @@ class Communicator:
         with self._log("all_reduce", flat.nbytes, self._tag):
             collections.deque(self._sum_in_phases(flat), maxlen=0)
 
-    def in_turn(self, operations: Iterable[Callable[[int], Phases] | None]) -> Iterator[None]:
-        """Begin operations one after the other, three of them under way, and yield as each is complete.  Collective.
-
-        While what one has sent travels, the next one may compute, so that the network does not wait for arithmetic.
-
-        Args:
-            operations: as many on every rank; each is given its turn, the tag of its messages.  A None among them
-                announces that the next one will take a while.
-        """
-        begun: collections.deque[Phases | None] = collections.deque()
-        log: AbstractContextManager[None] = contextlib.nullcontext()
-        turns = itertools.cycle(range(1, UNDER_WAY + 1))  # not those of gaps, which other ranks do not have
-        for operation in _with_gaps(operations, UNDER_WAY - 1):
-            newest = operation and operation(next(turns))
-            log = next(newest, log) if newest else log
-            complete = begun.popleft() if len(begun) == UNDER_WAY - 1 else None
-            # Whoever waits for messages of a rank that has a gap has sent all that this one waits for.
-            collections.deque(complete or (), maxlen=0)
-            for phases in filter(None, begun):
-                log = next(phases, log)
-            begun.append(newest)
-            if complete:
-                yield
-            if not any(begun):
-                with log:  # it ends: the next operation may take longer than any time limit
-                    pass
-
     def sum_in_phases(self, x: np.ndarray, turn: int) -> Phases:
-        """Replace x by its sum over ranks, as an operation of ``in_turn``; it may be read when that is complete."""
+        """Replace x by its sum over ranks, while other operations are under way."""
         flat = as_flat(x)
         log = self._log("all_reduce", flat.nbytes, self._tag)
         for _ in self._sum_in_phases(flat, turn):
@@ -169,13 +143,9 @@ class Communicator:
     def exchange_in_phases(
         self, verb: str, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], turn: int
     ) -> Phases:
-        """Send ``parts[r]`` to each rank r, and return ``received``, as an operation of ``in_turn``; see ``exchange``.
+        """Do an ``exchange`` while other operations are under way, and return ``received``, with this rank's own part.
 
-        Args:
-            verb: 'all_gather' or 'all_to_all'.
-            parts: as of ``exchange``; here this rank's own comes too.
-            received: memory for the parts of all ranks.
-            turn: of the operation.
+        ``verb``: 'all_gather' or 'all_to_all', for logs.
         """
         log = self._log(verb, parts[self.rank].nbytes, self._tag)
         end = self._begin_exchange(parts, received, turn)
@@ -579,13 +549,6 @@ def slices(n: int, size: int) -> list[slice]:
     """
     bounds = [n * r // size for r in range(size + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
-
-
-def _with_gaps(operations: Iterable[T | None], count: int) -> Iterator[T | None]:
-    """Yield the operations, and ``count`` times None in place of each None and at the end."""
-    # The caller advances all that is under way at every item, so that many items complete it.
-    for operation in itertools.chain(operations, [None]):
-        yield from [operation] if operation is not None else [None] * count
 
 
 def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -62,7 +62,7 @@ class Engine:
     # same error; then the buckets are reduced over ranks, and the optimizer updates the parameters with the means.
 
     # The attributes that a step replaces (``Undo.keep_fields``).
-    CHANGES = "compressor", "spec", "in_backward", "missing_everywhere"
+    CHANGES = "compressor", "spec", "in_backward", "missing_everywhere", "_asked"
 
     def __init__(
         self,

@@ -4,14 +4,17 @@ Whoever runs it answers: a communicator here; ``distopt.lab``, which runs the pr
 counts bytes without data.  What a rank computes in between stands in the programs alone.
 """
 
+import collections
+import contextlib
+import itertools
 from collections.abc import Generator, Iterable, Iterator
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from distopt.comm import Communicator
-from distopt.comm.communicator import Phases
+from distopt.comm.communicator import UNDER_WAY, Phases
 from distopt.comm.message import MessageTag
 
 
@@ -29,7 +32,7 @@ class PhasedRequest(Request, Protocol):
     """A request that is begun, and ends while others are under way."""
 
     def phases(self, comm: Communicator, turn: int) -> Phases:
-        """Return the answer, as an operation of ``Communicator.in_turn``."""
+        """Return the answer, as an operation of that turn."""
 
 
 class Sum(NamedTuple):
@@ -78,18 +81,37 @@ def run(exchange: Exchange, comm: Communicator) -> None:
 
 
 def in_turn(exchanges: Iterable[tuple[MessageTag, Exchange] | None], comm: Communicator) -> Iterator[None]:
-    """Run programs one after the other, three of them under way, and yield at the end of each.  Collective.
+    """Run programs one after the other, three of them under way, and yield as each is complete.  Collective.
+
+    While what one has sent travels, the next one may compute, so that the network does not wait for arithmetic.
 
     Args:
-        exchanges: each with the tag of its messages; all that they ask for are ``PhasedRequest``s.  None says that the
-            next one will take a while.
+        exchanges: as many on every rank, each with the tag of its messages; all that they ask for are
+            ``PhasedRequest``s.  A None among them announces that the next one will take a while.
         comm: the ranks, which ``pipelines``.
     """
-    return comm.in_turn(pair and partial(_in_phases, *pair, comm) for pair in exchanges)
+    begun: collections.deque[Phases | None] = collections.deque()
+    log: AbstractContextManager[None] = contextlib.nullcontext()
+    turns = itertools.cycle(range(1, UNDER_WAY + 1))  # not those of gaps, which other ranks do not have
+    gap = [None] * (UNDER_WAY - 1)  # completes all that is under way
+    for pair in itertools.chain.from_iterable([pair] if pair else gap for pair in itertools.chain(exchanges, [None])):
+        newest = pair and _in_phases(*pair, comm, next(turns))
+        log = next(newest, log) if newest else log
+        complete = begun.popleft() if len(begun) == UNDER_WAY - 1 else None
+        # Whoever waits for messages of a rank that has a gap has sent all that this one waits for.
+        collections.deque(complete or (), maxlen=0)
+        for phases in filter(None, begun):
+            log = next(phases, log)
+        begun.append(newest)
+        if complete:
+            yield
+        if not any(begun):
+            with log:  # it ends: the next operation may take longer than any time limit
+                pass
 
 
 def _in_phases(tag: MessageTag, exchange: Exchange, comm: Communicator, turn: int) -> Phases:
-    """Run a program as an operation of ``Communicator.in_turn``."""
+    """Run a program as one operation."""
     answer = None
     while True:
         try:

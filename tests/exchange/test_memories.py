@@ -4,7 +4,9 @@ The reference knows three numbers of each element, in float64: what waits as a g
 the momentum of Deep Gradient Compression.  What was applied comes from the parameters.
 """
 
+import collections
 import itertools
+import queue
 import tempfile
 from typing import NamedTuple
 from unittest import mock
@@ -142,11 +144,21 @@ def trained(comm, job, last, drained, shapes, first, folder):
     return seen, [*states, opt.state_dict()["states"]]
 
 
-def at_once(comm, parts, received, tag):
-    """An exchange that is over before others are begun; in a transport of messages it would not be."""
-    for to, part in zip(received, comm.all_to_all(parts, ragged=True), strict=True):
-        to[...] = part
-    return lambda: None
+_MESSAGES = collections.defaultdict(queue.Queue)  # by communicator, sender, receiver and tag
+
+
+def begin_exchange(comm, parts, received, tag):
+    """Send messages as a network does, from thread to thread; return what waits for those of the others."""
+    there = comm._rendezvous
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    for rank in others:
+        _MESSAGES[there, comm.rank, rank, tag].put(parts[rank].copy())
+
+    def end():
+        for rank in others:
+            received[rank][...] = _MESSAGES[there, rank, comm.rank, tag].get(timeout=60)
+
+    return end
 
 
 def walk(jobs, last, pipelines=False, shapes=SHAPES):
@@ -157,7 +169,7 @@ def walk(jobs, last, pipelines=False, shapes=SHAPES):
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(distopt.exchange.choice, "GATHER_BELOW", 0),  # or two phases would begin at larger models
-        mock.patch.multiple(ThreadCommunicator, pipelines=pipelines, _begin_exchange=at_once),
+        mock.patch.multiple(ThreadCommunicator, pipelines=pipelines, _begin_exchange=begin_exchange),
     ):
         for number, job in enumerate(jobs):
             size, drained = job.ranks.size, drains if number == len(jobs) - 1 else []
@@ -230,7 +242,7 @@ def test_a_rank_pays_the_debts_of_its_neighbour_though_its_own_shard_stays(name)
 def test_what_owners_owe_is_sent_where_payloads_are_added_on_the_wire(exchange, pipelines, monkeypatch):
     """Also where a bucket is compressed while another one is on its way."""
     monkeypatch.setattr(ThreadCommunicator, "pipelines", pipelines)
-    monkeypatch.setattr(ThreadCommunicator, "_begin_exchange", at_once)
+    monkeypatch.setattr(ThreadCommunicator, "_begin_exchange", begin_exchange)
 
     def main(comm):
         comm._hosts = [0, 0, 1, 1]
