@@ -69,14 +69,15 @@ def run_mpi(size, function, folder, *args, timeout=120, hosts=None):
     """Call ``function(comm, *args)`` on ``size`` MPI ranks; returns the ranks' dicts of arrays, in rank order.
 
     ``function`` is a module-level function of a module of the tests, ``args`` go through JSON.  ``hosts``: those of
-    ``benchmarks.namespaces``, for as many ranks each.
+    ``benchmarks.namespaces``, for as many ranks each, or one more on the first.
     """
     launcher = find_launcher()
     command, environment = [*launcher.command(size), sys.executable, __file__], launcher.environment(size)
     if hosts:
+        on_hosts = [len(ranks) for ranks in np.array_split(range(size), len(hosts.names))]
         command, environment = (
             hosts.on(0, command),
-            environment | hosts.environment(launcher.brand, [size // len(hosts.names)] * len(hosts.names)),
+            environment | hosts.environment(launcher.brand, on_hosts),
         )
     code, output = finish([*command, name_of(function), str(folder), json.dumps(args)], timeout, env=environment)
     assert code == 0, output

@@ -99,8 +99,9 @@ class MpiCommunicator(SharingCommunicator):
             f"{brand()}{', ' + reason if reason else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         )
         # Of so many bytes and more, sums are not MPI's.
-        alone = len(set(self._hosts)) == self.size > 2
-        self._slices_from = self.size * LEAST_SLICE if alone else sys.maxsize
+        on_hosts = sorted(map(self._hosts.count, set(self._hosts)))
+        sliced = self.size > 2 and (on_hosts[-1] == 1 or (on_hosts[0] == 1 and len(on_hosts) == 2))
+        self._slices_from = self.size * LEAST_SLICE if sliced else sys.maxsize
         self.pipelines = self.spans_hosts
         self._why = reason
         # by identity; they keep the memory alive that MPI writes to, until `_finish`
@@ -111,8 +112,8 @@ class MpiCommunicator(SharingCommunicator):
 
     def _sum_in_phases(self, x: np.ndarray, turn: int = 1) -> Iterator[None]:
         # Slices of 16-bit numbers go to their owners, are added up there, and come back; so do those of all numbers if
-        # ranks may be lost (`mpi_losses`), and large ones if each of several ranks has a host of its own: no sum sends
-        # fewer bytes, and MPI libraries' do send more.  Else MPI sums other dtypes, between hosts always by the
+        # ranks may be lost (`mpi_losses`), and large ones if each of several ranks has a host of its own, or one of two
+        # hosts has a single rank: MPI libraries' sums send more.  Else MPI sums other dtypes, between hosts always by a
         # non-blocking call, overlapped or not: some MPI libraries add in another order in the blocking one.
         if x.dtype not in HALVES and self._base is None and x.nbytes < self._slices_from:
             pieces = [x[start : start + self.CHUNK] for start in range(0, x.size, self.CHUNK)]

@@ -90,11 +90,12 @@ def array_of(rank, n, dtype):
 LENGTHS = [0, 1, 1000, 49_152, 100_001]
 
 
-def test_ranks_on_hosts_of_their_own_have_the_sums_of_threads(tmp_path):
+@pytest.mark.parametrize("number", [2, 3])
+def test_ranks_of_which_one_is_alone_on_its_host_have_the_sums_of_threads(number, tmp_path):
     """Large arrays to the bit, which go as slices to their owners and back: MPI libraries add in other orders."""
     if reason := missing():
         pytest.skip(reason)
-    with joined_hosts(3) as hosts:
+    with joined_hosts(number) as hosts:
         apart = run_mpi(3, sums, tmp_path, hosts=hosts)
     for rank, expected in zip(apart, distopt.run_ranks(3, sums), strict=True):
         assert rank.keys() == expected.keys()
