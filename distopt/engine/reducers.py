@@ -298,7 +298,8 @@ class NodeReducer(Unreduced):
             numbers = next(turns, ())
             for pair in buckets:
                 if pair is None:
-                    yield None
+                    # Nothing is sent to its end sooner: a rank that waited for that would wait for one whose neighbour
+                    # may wait likewise, in a circle.
                     continue
                 pairs.append(pair)
                 if len(pairs) < len(numbers) - numbers.count(None):

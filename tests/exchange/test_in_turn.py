@@ -17,9 +17,9 @@ from distopt.optim import SGD
 SHAPES = [(300,), (40, 30), (7,), (900,), (500,), (3,), (800,)]
 
 
-def trained(comm, compressor, exchange, overlap):
+def trained(comm, compressor, exchange, overlap, hosts=(0, 1, 2)):
     """Parameters after steps whose gradients take their time, at other places on each rank."""
-    comm._hosts = range(comm.size)
+    comm._hosts = hosts
     pauses = np.random.default_rng([3, comm.rank])
     params = [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(SHAPES)]
     opt = DistOpt(SGD(0.1), comm, threshold=300, overlap=overlap)
@@ -67,6 +67,21 @@ def test_buckets_under_way_have_the_bits_of_one_after_the_other(compressor, exch
     for (x, states), (want, wanted) in zip(found, expected, strict=True):
         np.testing.assert_array_equal(x, want)
         np.testing.assert_equal(states, wanted)
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 1, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("compressor", [Half(), ErrorFeedback(Int8())], ids=repr)
+def test_ranks_of_nodes_that_pause_do_not_wait_for_each_other_in_a_circle(compressor, hosts, monkeypatch):
+    """One that sent what is under way to its end would wait for a rank that waits for a neighbour which does so too."""
+    monkeypatch.setattr(distopt.exchange.choice, "GATHER_BELOW", 0)
+    monkeypatch.setattr(ThreadCommunicator, "pipelines", True)
+    monkeypatch.setattr(ThreadCommunicator, "_begin_exchange", begin_exchange)
+    found = [
+        run_ranks(len(hosts), lambda comm, overlap=overlap: trained(comm, compressor, "nodes", overlap, hosts)[0])
+        for overlap in (False, True)
+    ]
+    for without, overlapped in zip(*found, strict=True):
+        np.testing.assert_array_equal(overlapped, without)
 
 
 @pytest.mark.parametrize("turn", range(3))

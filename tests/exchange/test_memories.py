@@ -156,7 +156,7 @@ def begin_exchange(comm, parts, received, tag):
 
     def end():
         for rank in others:
-            received[rank][...] = _MESSAGES[there, rank, comm.rank, tag].get(timeout=60)
+            received[rank][...] = _MESSAGES[there, rank, comm.rank, tag].get(timeout=20)
 
     return end
 
