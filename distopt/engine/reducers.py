@@ -55,7 +55,7 @@ from distopt.exchange.hierarchical import (
     share_inside,
     sum_inside,
 )
-from distopt.exchange.program import Exchange, in_turn, run
+from distopt.exchange.program import Exchange, OfArray, in_turn, run
 from distopt.exchange.sharding import ShardBounds
 from distopt.exchange.shared_memory import describe, nonfinite
 from distopt.exchange.two_phase import Owned, two_phase_program
@@ -132,12 +132,12 @@ class CollectiveReducer(Unreduced):
         """Yield the sum over ranks of each bucket, as they come.  Collective."""
         if not self.pipelined:
             return (self._exchange(*bucket) for bucket in buckets if bucket)
-        return reduced_in_turn(buckets, self.program, self._comm)
+        return map(unsharded, in_turn((pair and self.program(*pair) for pair in buckets), self._comm))
 
-    def program(self, bucket: Bucket, x: np.ndarray) -> tuple[MessageTag, Exchange]:
-        """Return what this rank does to replace a bucket's array by its sum, and the tag of its messages."""
+    def program(self, bucket: Bucket, x: np.ndarray) -> OfArray:
+        """Return a bucket's array, the tag of its messages, and what this rank does to replace it by its sum."""
         travelling = self._travelling(bucket, x)
-        return travelling[-1], program_of(travelling, self._compressor, self._break_even)
+        return x, travelling[-1], program_of(travelling, self._compressor, self._break_even)
 
     def _travelling(self, bucket: Bucket, x: np.ndarray) -> TravellingBucket:
         """Return a bucket as exchanges take it; nobody owns a shard of it, so what was owed waits with the rest."""
@@ -195,12 +195,12 @@ class TwoPhaseReducer(Unreduced):
         if self._by_bucket and self._otherwise.pipelined and isinstance(self._phases.codec, ElementShards):
             numbers = itertools.count()
 
-            def program(bucket: Bucket, x: np.ndarray) -> tuple[MessageTag, Exchange]:
+            def program(bucket: Bucket, x: np.ndarray) -> OfArray:
                 if next(numbers) in self._phases.buckets:
-                    return self._step_context.tag(bucket), self._program([(bucket, x)])
+                    return x, self._step_context.tag(bucket), self._program([(bucket, x)])
                 return self._otherwise.program(bucket, x)
 
-            yield from reduced_in_turn(buckets, program, self._comm)
+            yield from map(unsharded, in_turn((pair and program(*pair) for pair in buckets), self._comm))
             return
         numbered = enumerate(filter(None, buckets))
         for part in ([pair] for pair in numbered) if self._by_bucket else [list(numbered)]:
@@ -226,22 +226,6 @@ class TwoPhaseReducer(Unreduced):
         if compressor.traits.has_hooks:
             for x, state, context, _ in travelling:
                 compressor.finish(x, state, context)
-
-
-def reduced_in_turn(
-    buckets: Stream, program: Callable[[Bucket, np.ndarray], tuple[MessageTag, Exchange]], comm: Communicator
-) -> Iterator[Reduced]:
-    """Yield the sum over ranks of each bucket, as they come, while others are on their way.  Collective."""
-    begun = collections.deque[np.ndarray]()
-
-    def programs() -> Iterator[tuple[MessageTag, Exchange] | None]:
-        for pair in buckets:
-            if pair:
-                begun.append(pair[1])
-            yield pair and program(*pair)
-
-    for _ in in_turn(programs(), comm):
-        yield unsharded(begun.popleft())
 
 
 class NodeReducer(Unreduced):
@@ -291,16 +275,14 @@ class NodeReducer(Unreduced):
                     plan.compressor.begin(x, state, context)
             finished.extend(unsharded(x) for _, x in pairs)
 
-        def sums() -> Iterator[tuple[Bucket, np.ndarray] | None]:
+        def sums() -> Iterator[tuple[Bucket, np.ndarray]]:
             """Add up the buckets of each round inside the node, and yield this rank's."""
             # Ranks of a node take turns by the number of rounds alone, as what has arrived differs between them.
             turns, pairs = iter(rounds(plan.shares[: inside.size])), list[tuple[Bucket, np.ndarray]]()
             numbers = next(turns, ())
-            for pair in buckets:
-                if pair is None:
-                    # Nothing is sent to its end sooner: a rank that waited for that would wait for one whose neighbour
-                    # may wait likewise, in a circle.
-                    continue
+            # Before a gap nothing is sent to its end sooner: a rank that waited for that would wait for one whose
+            # neighbour may wait likewise, in a circle.
+            for pair in filter(None, buckets):
                 pairs.append(pair)
                 if len(pairs) < len(numbers) - numbers.count(None):
                     continue
@@ -599,8 +581,6 @@ class Reducers:
         self._comm, self._step_context, self._accumulator = comm, step_context, accumulator
         self.overlap, self._deterministic = options.overlap, options.deterministic
         self._everywhere, self.bounds = everywhere, ShardBounds()
-        # A ledger has the sums of one rank too.
-        self._counted = comm.unwrapped is not comm
         # What the last choice of an exchange depended on.
         self._asked: tuple[Any, ...] = (None,) * 4
         self._phases: TwoPhase | None = None
@@ -802,7 +782,9 @@ class Reducers:
         reducer: Reducer
         if not spec.reduced:
             return LocalGradients()
-        if self._comm.size == 1 and type(compressor) is Dense and not self._counted and not step.payloads_wanted:
+        alone = self._comm.size == 1 and type(compressor) is Dense and not step.payloads_wanted
+        # A wrapper's ledger has the sums of one rank too.
+        if alone and self._comm.unwrapped is self._comm:
             return Unreduced(store, compressor)
         unchanged = frozenset[str]() if spec.only is None else store.collector.order.keys() - set(spec.only)
         if self.in_shared_memory(compressor):

@@ -87,8 +87,8 @@ class HostCounts:
         self._summed = True
 
     def known_bytes(self, pieces: Sequence[Piece]) -> int:
-        """Return the bytes of a message with payloads of these pieces, where they do not depend on the data."""
-        return self._message_bytes(pieces, [self.codec.known_entries(piece, self._summed) or 0 for piece in pieces])
+        """Return the bytes of a message with payloads of these pieces, where all elements are sent."""
+        return self._message_bytes(pieces, [0] * len(pieces))
 
     def _message_bytes(self, pieces: Sequence[Piece], entries: Sequence[int]) -> int:
         numbers = ((n, piece, self._itemsizes[piece.bucket]) for n, piece in zip(entries, pieces, strict=True))

@@ -8,7 +8,6 @@ import collections
 import contextlib
 import itertools
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -26,6 +25,8 @@ class Request(Protocol):
 
 
 Exchange = Generator[Request, Any, None]
+# An array, the tag of its messages, and what replaces it by its sum.
+OfArray = tuple[np.ndarray, MessageTag, Exchange]
 
 
 class PhasedRequest(Request, Protocol):
@@ -80,34 +81,34 @@ def run(exchange: Exchange, comm: Communicator) -> None:
             answer = asked.over(comm)
 
 
-def in_turn(exchanges: Iterable[tuple[MessageTag, Exchange] | None], comm: Communicator) -> Iterator[None]:
-    """Run programs one after the other, three of them under way, and yield as each is complete.  Collective.
+def in_turn(exchanges: Iterable[OfArray | None], comm: Communicator) -> Iterator[np.ndarray]:
+    """Run programs one after the other, three of them under way, and yield the array of each in the end.  Collective.
 
     While what one has sent travels, the next one may compute, so that the network does not wait for arithmetic.
 
     Args:
-        exchanges: as many on every rank, each with the tag of its messages; all that they ask for are
-            ``PhasedRequest``s.  A None among them announces that the next one will take a while.
+        exchanges: as many on every rank; all that they ask for are ``PhasedRequest``s.  A None among them says that
+            the next one will take a while.
         comm: the ranks, which ``pipelines``.
     """
-    begun: collections.deque[Phases | None] = collections.deque()
-    log: AbstractContextManager[None] = contextlib.nullcontext()
+    begun: collections.deque[tuple[np.ndarray, Phases] | None] = collections.deque()
+    log: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     turns = itertools.cycle(range(1, UNDER_WAY + 1))  # not those of gaps, which other ranks do not have
-    gap = [None] * (UNDER_WAY - 1)  # completes all that is under way
-    for pair in itertools.chain.from_iterable([pair] if pair else gap for pair in itertools.chain(exchanges, [None])):
-        newest = pair and _in_phases(*pair, comm, next(turns))
-        log = next(newest, log) if newest else log
-        complete = begun.popleft() if len(begun) == UNDER_WAY - 1 else None
-        # Whoever waits for messages of a rank that has a gap has sent all that this one waits for.
-        collections.deque(complete or (), maxlen=0)
-        for phases in filter(None, begun):
-            log = next(phases, log)
-        begun.append(newest)
-        if complete:
-            yield
-        if not any(begun):
-            with log:  # it ends: the next operation may take longer than any time limit
-                pass
+    for given in itertools.chain(exchanges, [None]):
+        for each in [given] if given else [None] * (UNDER_WAY - 1):  # which completes all that is under way
+            newest = each and (each[0], _in_phases(*each[1:], comm, next(turns)))
+            log = next(newest[1], log) if newest else log
+            complete = begun.popleft() if len(begun) == UNDER_WAY - 1 else None
+            # Whoever waits for messages of a rank that has a gap has sent all that this one waits for.
+            collections.deque(complete[1] if complete else (), maxlen=0)
+            for _, phases in filter(None, begun):
+                log = next(phases, log)
+            begun.append(newest)
+            if complete:
+                yield complete[0]
+            if not any(begun):
+                with log:  # it ends: the next operation may take longer than any time limit
+                    pass
 
 
 def _in_phases(tag: MessageTag, exchange: Exchange, comm: Communicator, turn: int) -> Phases:

@@ -112,17 +112,13 @@ def halves(comm):
 
 def sums_of(comm, arrays, compressor=None, layouts=()):
     """The sum over ranks of what is sent of each array; a None among these: the next one will take a while."""
-    compressor, begun, layouts = compressor or Dense(), [], iter(layouts)
+    compressor, layouts = compressor or Dense(), iter(layouts)
 
-    def programs():
-        for x in arrays:
-            if x is not None:
-                begun.append(x)
-                context = ExchangeContext(rank=comm.rank, size=comm.size, bucket=BucketContext(next(layouts, None)))
-            yield None if x is None else (UNTAGGED, program_of((x, {}, context, UNTAGGED), compressor))
+    def program(x):
+        context = ExchangeContext(rank=comm.rank, size=comm.size, bucket=BucketContext(next(layouts, None)))
+        return x, UNTAGGED, program_of((x, {}, context, UNTAGGED), compressor)
 
-    for _ in turns(programs(), comm):
-        yield begun.pop(0)
+    return turns((None if x is None else program(x) for x in arrays), comm)
 
 
 def in_turn(comm):

@@ -99,7 +99,7 @@ def test_a_program_that_fails_ends_all_that_are_under_way(turn, monkeypatch):
 
         complete = []
         with pytest.raises(ValueError, match=f"bucket {turn}"):
-            complete.extend(program.in_turn([(UNTAGGED, one(k)) for k in range(4)], comm))
+            complete.extend(program.in_turn([(arrays[k], UNTAGGED, one(k)) for k in range(4)], comm))
         return len(complete)
 
     assert run_ranks(2, main) == [turn] * 2
