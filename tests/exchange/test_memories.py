@@ -4,7 +4,6 @@ The reference knows three numbers of each element, in float64: what waits as a g
 the momentum of Deep Gradient Compression.  What was applied comes from the parameters.
 """
 
-import collections
 import itertools
 import queue
 import tempfile
@@ -144,7 +143,11 @@ def trained(comm, job, last, drained, shapes, first, folder):
     return seen, [*states, opt.state_dict()["states"]]
 
 
-_MESSAGES = collections.defaultdict(queue.Queue)  # by communicator, sender, receiver and tag
+_MESSAGES = {}  # queues by communicator, sender, receiver and tag
+
+
+def messages(*key):
+    return _MESSAGES.setdefault(key, queue.Queue())  # at once, unlike a defaultdict, in which two threads make two
 
 
 def begin_exchange(comm, parts, received, tag):
@@ -152,11 +155,11 @@ def begin_exchange(comm, parts, received, tag):
     there = comm._rendezvous
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     for rank in others:
-        _MESSAGES[there, comm.rank, rank, tag].put(parts[rank].copy())
+        messages(there, comm.rank, rank, tag).put(parts[rank].copy())
 
     def end():
         for rank in others:
-            received[rank][...] = _MESSAGES[there, rank, comm.rank, tag].get(timeout=20)
+            received[rank][...] = messages(there, rank, comm.rank, tag).get(timeout=20)
 
     return end
 
