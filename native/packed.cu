@@ -24,10 +24,13 @@ struct Packing {
   long long kind, format, n, places, bits, words, high, jumps, low, values, scales, bytes;
 };
 
-// A payload of the elements [base, base + n), which begins at the byte `at` of those of all sections; the planes of its
-// entries begin at the place `plane`.
+// A payload of the elements [base, base + n) of x, which begins at the byte `at` of those of all sections; the planes of
+// its entries begin at the place `plane`.  Those of all entries of x are `index` and `entry`, of so many places `held`.
 struct Section : Packing {
-  long long base, at, plane;
+  long long base, at, plane, held;
+  real *x;
+  const int *index;
+  const real *entry;
 };
 
 // How a payload begins.
@@ -497,16 +500,19 @@ KERNEL(find_edges)(long long edges, const long long *edge, long long *place, lon
     FOR_EACH_IN_BLOCK(e, c.begin, c.end) place[e] = first_from(edge[e], index, k);
 }
 
-// payload <- the entries of each section, behind one another; it was zeros.  x gets back what that cannot carry, and the
-// entries that a section has no places for.  No section has more places than `pieces` pieces.
-KERNEL(pack_sections)(long long n, real *x, long long places, const int *index, const real *entry, long long bytes,
-                      byte_t *payload, long long cells, const long long *table, long long pieces) {
+// payload <- the entries of each section, behind one another; it was zeros.  Each section's x gets back what that cannot
+// carry, and the entries that a section has no places for.  A section has a turn for each piece of the largest one.
+KERNEL(pack_sections)(long long bytes, byte_t *payload, long long cells, const long long *table, long long turns)
+    BLOCKS(turns) {
   const Section *const section = (const Section *)table;
-  const long long sections = cells * sizeof(long long) / sizeof(Section);
-  FOR_EACH_PIECE(turn, sections * pieces * CHUNK) {
+  const long long pieces = turns / (cells * sizeof(long long) / sizeof(Section));
+  FOR_EACH_PIECE(turn, turns * CHUNK) {
     SHARED Notes notes;
     const Section s = section[turn.index / pieces];
-    const long long first = first_from(s.base, index, places), found = first_from(s.base + s.n, index, places) - first;
+    const int *const index = assume_global(s.index);
+    const real *const entry = assume_global(s.entry);
+    real *const x = assume_global(s.x);
+    const long long first = first_from(s.base, index, s.held), found = first_from(s.base + s.n, index, s.held) - first;
     const long long k = min(found, s.places), number = turn.index % pieces;
     byte_t *const to = payload + s.at;
     if (!number && is_block_leader()) *(unsigned *)to = section_header(s, k);
@@ -518,20 +524,24 @@ KERNEL(pack_sections)(long long n, real *x, long long places, const int *index, 
   }
 }
 
-// The planes of sections, each at its place, with indices from each section's base on.  A damaged one becomes NaN, at
-// the section's first elements.
+// The planes of sections, each at its place, with indices from each section's base on, and x <- x + the entries of those
+// that have an x.  A damaged one becomes NaN, at the section's first elements.
 KERNEL(unpack_sections)(long long sections, const byte_t *const *payload, long long total, int *index, real *entry,
-                        long long cells, const long long *table, long long pieces) {
+                        long long cells, const long long *table, long long turns) BLOCKS(turns) {
   const Section *const section = (const Section *)table;
-  FOR_EACH_PIECE(turn, sections * pieces * CHUNK) {
+  const long long pieces = turns / sections;
+  FOR_EACH_PIECE(turn, turns * CHUNK) {
     SHARED Sizes sizes;
     const Section &s = section[turn.index / pieces];  // [no copy, as above]
     const long long number = turn.index % pieces, begin = number * CHUNK;
     if (begin >= s.places) continue;
     const byte_t *const from = assume_global(payload[turn.index / pieces]);
     unpack_piece(from, s, number, entries_of_section(from, s), index + s.plane, entry + s.plane, sizes);
-    FOR_EACH_IN_BLOCK(i, s.plane + begin, s.plane + min(begin + CHUNK, s.places))
+    real *const x = assume_global(s.x);
+    FOR_EACH_IN_BLOCK(i, s.plane + begin, s.plane + min(begin + CHUNK, s.places)) {
       index[i] += index[i] < 0 ? 0 : (int)s.base;
+      if (x && index[i] >= 0) x[index[i]] += entry[i];
+    }
     block_sync();
   }
 }

@@ -157,15 +157,12 @@ class EntryShards(ShardCodec):
         """Pack each bucket's entries, all into one memory, as messages have them: pieces are in the owners' order."""
         entries = [self._entries(of_parts, cuts) for of_parts, cuts in zip(counts, pieces, strict=True)]
         itemsizes = np.array([s.memory.itemsize for s, cuts in zip(selected, pieces, strict=True) for _ in cuts])
-        rows, end, packed = self._table(list(itertools.chain(*pieces)), np.concatenate(entries), itemsizes), 0, []
+        rows = self._table(list(itertools.chain(*pieces)), np.concatenate(entries), itemsizes)
+        cuts = list(map(len, pieces))
+        planes, arrays = zip(*selected, strict=True)
         room = sections.room(rows, contexts[0])
-        for (planes, memory), of_bucket, context in zip(selected, entries, contexts, strict=True):
-            begin, end = end, end + len(of_bucket)
-            table = rows[begin:end]
-            table["plane"] -= table["plane"][:1]
-            data = sections.pack(memory, planes, table, room, context)
-            packed.append(list(map(Payload, data, of_bucket.tolist())))
-        return packed
+        packed = map(Payload, sections.pack(arrays, planes, rows, cuts, room, contexts[0]), rows["places"].tolist())
+        return [list(itertools.islice(packed, n)) for n in cuts]
 
     def _entries(self, counts: np.ndarray, pieces: Sequence[Piece]) -> np.ndarray:
         """Return the entries of each piece of a bucket, from those of each part."""
@@ -195,7 +192,7 @@ class EntryShards(ShardCodec):
         rows = sections.table(
             np.zeros(1, np.int64), np.array([piece.size]), np.array([entries]), self._value, x.itemsize
         )
-        (payload,) = sections.pack(x, planes, rows, sections.room(rows, context), context)
+        (payload,) = sections.pack([x], [planes], rows, [1], sections.room(rows, context), context)
         return Payload(payload, entries)
 
     def decompress(
@@ -211,12 +208,12 @@ class EntryShards(ShardCodec):
             same = [k for k, x in enumerate(arrays) if x.dtype == dtype]
             found = [payload for k in same for payload in payloads[k]]
             rows = self._table([piece for k in same for piece in pieces[k]], [n for _, n in found], dtype.itemsize)
-            index, entry = sections.unpack([data for data, _ in found], rows, arrays[same[0]], contexts[same[0]])
             end = 0
             for k in same:
-                begin, end = end, end + sum([n for _, n in payloads[k]])
+                begin, end = end, end + len(pieces[k])
+                rows["x"][begin:end] = device.address(arrays[k])
                 device.clear(arrays[k])
-                kernels.decode_sparse(arrays[k], index[begin:end], entry[begin:end])
+            sections.unpack([data for data, _ in found], rows, arrays[same[0]], contexts[same[0]])
 
     def _table(self, pieces: Sequence[Piece], entries: Sequence[int] | np.ndarray, itemsize: Any) -> np.ndarray:
         """Return the table of these pieces; ``itemsize`` is a number, or one for each of them."""

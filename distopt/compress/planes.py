@@ -26,6 +26,12 @@ def unpack_entries(payload: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndar
     return payload[k * itemsize : k * (itemsize + INDEX)].view(np.int32), payload[: k * itemsize].view(dtype)
 
 
+def plane_addresses(payload: np.ndarray, itemsize: int) -> tuple[int, int, int]:
+    """Return where the planes of indices and of values begin in memory, and how many entries they have."""
+    k, start = payload.size // (itemsize + INDEX), device.address(payload)
+    return start + k * itemsize, start, k
+
+
 def truncate(payload: np.ndarray, k: int, dtype: Any) -> np.ndarray:
     """Return the payload of the first k entries, in the same memory: the indices move down to the values."""
     index, entry = unpack_entries(payload, dtype)

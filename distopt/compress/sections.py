@@ -5,6 +5,7 @@ the formats of ``Packed``, or as they are.  Its length tells how many entries it
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress.context import ExchangeContext, per_payload
-from distopt.compress.planes import payload_size, unpack_entries
+from distopt.compress.planes import payload_size, plane_addresses, unpack_entries
 from distopt.compress.values import VALUES, Format
 from distopt.kernels.layout import CHUNK
 from distopt.kernels.signatures import struct
@@ -72,21 +73,34 @@ def room(rows: np.ndarray, context: ExchangeContext) -> np.ndarray:
 
 
 def pack(
-    x: np.ndarray, planes: np.ndarray, rows: np.ndarray, payload: np.ndarray, context: ExchangeContext
+    arrays: Sequence[np.ndarray],
+    planes: Sequence[np.ndarray],
+    rows: np.ndarray,
+    cuts: Sequence[int],
+    payload: np.ndarray,
+    context: ExchangeContext,
 ) -> list[np.ndarray]:
-    """Return the sections of an array's entries, each ``(bytes,)`` of uint8; what they cannot carry goes back to x."""
-    # payload: the memory of these and of other sections, ``room``.
-    if not len(rows):
-        return []
-    index, entry = unpack_entries(planes, x.dtype)
-    kernels.pack_sections(x, index, entry, payload, *_launch(rows, context))
+    """Return the sections of arrays' entries, each ``(bytes,)`` of uint8; what they cannot carry goes back."""
+    # cuts: how many of the rows are each array's, in order; payload: their memory, ``room``.
+    rows, found = rows.copy(), list[tuple[int, int, int, int]]()
+    for x, both in zip(arrays, planes, strict=True):
+        found.append((device.address(x), *plane_addresses(both, x.itemsize)))
+    rows["x"], rows["index"], rows["entry"], rows["held"] = np.array(found).repeat(cuts, 0).T
+    dtypes = set(map(operator.attrgetter("dtype"), arrays))
+    for dtype in dtypes:
+        mine = rows if len(dtypes) == 1 else rows[np.array([x.dtype == dtype for x in arrays]).repeat(cuts)]
+        if len(mine):
+            kernels.pack_sections(payload, *_launch(mine, context), real=dtype)
     return [payload[at : at + nbytes] for at, nbytes in zip(rows["at"].tolist(), rows["bytes"].tolist(), strict=True)]
 
 
 def unpack(
     payloads: Sequence[np.ndarray], rows: np.ndarray, like: np.ndarray, context: ExchangeContext
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the entries of sections: the plane of indices, and that of values; an index below 0 is no entry."""
+    """Return the entries of sections: the plane of indices, and that of values; an index below 0 is no entry.
+
+    They are added to the arrays whose addresses are the rows' ``x``.
+    """
     places = int(np.add.reduce(rows["places"]))
     planes = context.bucket.scratch("section entries", payload_size(places, like.itemsize))
     index, entry = unpack_entries(planes, like.dtype)
@@ -113,10 +127,10 @@ def entries(payload: np.ndarray, n: int, value: str, itemsize: int) -> int:
 
 
 def _launch(rows: np.ndarray, context: ExchangeContext) -> tuple[device.DeviceMirror, int]:
-    """Return the table where a kernel finds it, and the pieces of the largest section."""
+    """Return the table where a kernel finds it, and the turns: one for each piece of the largest section, of each."""
     cells: np.ndarray = np.frombuffer(rows, np.int64)
     mirror = context.bucket.constant(
         f"table of {len(rows)} sections", functools.partial(np.zeros, cells.size, np.int64)
     )
     mirror.host[:] = cells
-    return mirror, max(1, -(-int(np.maximum.reduce(rows["places"])) // CHUNK))
+    return mirror, len(rows) * max(1, -(-int(np.maximum.reduce(rows["places"])) // CHUNK))

@@ -169,11 +169,12 @@ class FlatKernel(Kernel):
         # the parameter whose dtype decides
         self._real = next((k for k, p in enumerate(self.parameters) if p.kind == "real" and not p.is_list), None)
 
-    def __call__(self, *values: Any) -> None:
-        """Call the kernel with all parameters but the lengths."""
+    def __call__(self, *values: Any, real: np.dtype | None = None) -> None:
+        """Call the kernel with all parameters but the lengths; ``real`` where no array among them tells what it is."""
         if len(values) != len(self.parameters):
             values = self._complete(values)
-        real = np.dtype(np.float32) if self._real is None else values[self._real].dtype
+        if real is None:
+            real = np.dtype(np.float32) if self._real is None else values[self._real].dtype
         gpu = None if type(values[self._real or 0]) is np.ndarray else self._gpu_of_first(values)
         of_numpy, remaining, n, work, arguments = gpu is None and DATA, iter(values), -1, 0, list[Any]()
         for p, is_length, dtype in self._expected:

@@ -33,7 +33,8 @@ SIMD_NAMES = {"v1": "x86-64 (SSE2)", "v3": "x86-64-v3 (AVX2)", "v4": "x86-64-v4 
 KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)(?:\s*BLOCKS\((\w+)\))?", re.M)
 _PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)((?:const\s*\*)?)\s*(\w+)\s*")
 _STRUCT = r"^struct {}(?: : (\w+))? {{(.*?)}}"
-_BYTES = {"void *": np.uintp, "real *": np.uintp, "long long": np.int64, "double": np.float64}
+_POINTERS = ("void *", "real *", "const real *", "const int *")
+_BYTES = {**dict.fromkeys(_POINTERS, np.uintp), "long long": np.int64, "double": np.float64}
 
 
 class KernelParameter(NamedTuple):

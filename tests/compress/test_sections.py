@@ -20,7 +20,7 @@ def planes_of(index, entry):
 
 
 def packed(x, index, entry, rows):
-    return sections.pack(x, planes_of(index, entry), rows, sections.room(rows, CONTEXT), CONTEXT)
+    return sections.pack([x], [planes_of(index, entry)], rows, [len(rows)], sections.room(rows, CONTEXT), CONTEXT)
 
 
 def cut_at_random(rng, n, cuts):

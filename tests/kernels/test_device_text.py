@@ -906,16 +906,20 @@ def cut_into_sections(x, index, entry, bases, spare, value, damage):
     kernels.find_edges(np.array([*bases, x.size]), edges, index)
     places = np.clip(np.diff(edges) + spare, 0, sizes)
     rows, x = sections.table(np.array(bases), sizes, places, value, x.itemsize), x.copy()
-    table, pieces = device_memory.DeviceMirror(rows.view(np.int64)), max(1, -(-int(places.max()) // CHUNK))
+    rows["x"], rows["index"], rows["entry"] = x.ctypes.data, index.ctypes.data, entry.ctypes.data
+    rows["held"], turns = index.size, len(rows) * max(1, -(-int(places.max()) // CHUNK))
+    table = device_memory.DeviceMirror(rows.view(np.int64))
     payload = np.zeros(int(rows["at"][-1] + rows["bytes"][-1]), np.uint8)
-    kernels.pack_sections(x, index, entry, payload, table, pieces)
+    kernels.pack_sections(payload, table, turns, real=x.dtype)
     other = payload.copy()
     if damage is not None:
         other[damage:] = np.random.default_rng(x.size).integers(0, 256, other[damage:].size)
     found = np.full(int(places.sum()), 7, np.int32), np.full(int(places.sum()), 7, x.dtype)
     parts = [other[at:] for at in rows["at"].tolist()]
     if found[0].size:
-        kernels.unpack_sections(parts, *found, table, pieces)
+        if damage is not None:  # noise may add to one element twice, in any order
+            rows["x"] = 0
+        kernels.unpack_sections(parts, *found, device_memory.DeviceMirror(rows.view(np.int64)), turns)
     found[1][np.isnan(found[1])] = np.nan  # of either sign
     return edges, payload, x, *found
 

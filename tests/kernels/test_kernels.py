@@ -204,6 +204,8 @@ def test_a_kernel_may_say_how_many_blocks_it_wants():
         "fold_partials": "members",
         "select_chunks": "chunks",
         "transform_tiles": "tiles",
+        "pack_sections": "turns",
+        "unpack_sections": "turns",
     }
     for name, count in marked.items():
         assert count == "members" or count in [p.name for p in kernels.KERNELS[name].parameters]
