@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from distopt.comm.communicator import UNDER_WAY
+
 Job = Callable[[], object]
 # Work on a stream of items; what it yields does not matter.
 Work = Callable[[Iterable[Any]], Iterable[object]]
@@ -96,10 +98,11 @@ def _consume(results: Iterable[object]) -> None:
 
 
 def _until_end(items: Items) -> Iterator[Any]:
-    """Yield the items until the end, with a None before each that is waited for."""
+    """Yield the items until the end; before one that is not there, None as often as completes what is under way."""
     while True:
-        if items.empty():
-            yield None
+        for _ in range(UNDER_WAY - 1):
+            if items.empty():
+                yield None
         item = items.get()
         if item is END:
             return

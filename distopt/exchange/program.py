@@ -88,27 +88,26 @@ def in_turn(exchanges: Iterable[OfArray | None], comm: Communicator) -> Iterator
 
     Args:
         exchanges: as many on every rank; all that they ask for are ``PhasedRequest``s.  A None among them says that
-            the next one will take a while.
+            the next one is not there yet, so many in a row as complete all that is under way that it takes a while.
         comm: the ranks, which ``pipelines``.
     """
     begun: collections.deque[tuple[np.ndarray, Phases] | None] = collections.deque()
     log: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     turns = itertools.cycle(range(1, UNDER_WAY + 1))  # not those of gaps, which other ranks do not have
-    for given in itertools.chain(exchanges, [None]):
-        for each in [given] if given else [None] * (UNDER_WAY - 1):  # which completes all that is under way
-            newest = each and (each[0], _in_phases(*each[1:], comm, next(turns)))
-            log = next(newest[1], log) if newest else log
-            complete = begun.popleft() if len(begun) == UNDER_WAY - 1 else None
-            # Whoever waits for messages of a rank that has a gap has sent all that this one waits for.
-            collections.deque(complete[1] if complete else (), maxlen=0)
-            for _, phases in filter(None, begun):
-                log = next(phases, log)
-            begun.append(newest)
-            if complete:
-                yield complete[0]
-            if not any(begun):
-                with log:  # it ends: the next operation may take longer than any time limit
-                    pass
+    for given in itertools.chain(exchanges, [None] * (UNDER_WAY - 1)):
+        newest = given and (given[0], _in_phases(*given[1:], comm, next(turns)))
+        log = next(newest[1], log) if newest else log
+        complete = begun.popleft() if len(begun) == UNDER_WAY - 1 else None
+        # Whoever waits for messages of a rank that has a gap has sent all that this one waits for.
+        collections.deque(complete[1] if complete else (), maxlen=0)
+        for _, phases in filter(None, begun):
+            log = next(phases, log)
+        begun.append(newest)
+        if complete:
+            yield complete[0]
+        if not any(begun):
+            with log:  # it ends: the next operation may take longer than any time limit
+                pass
 
 
 def _in_phases(tag: MessageTag, exchange: Exchange, comm: Communicator, turn: int) -> Phases:
