@@ -16,7 +16,7 @@ from distopt.kernels.signatures import warn_if_shadowing
 from distopt.version import __version__
 
 if TYPE_CHECKING:
-    from distopt import cost, experiment, fit, lab, monitor
+    from distopt import cost, data, experiment, fit, lab, monitor
     from distopt.lab.simulate import simulate
     from distopt.lab.simulate_local import simulate_local
     from distopt.lab.tape import Tape
@@ -37,6 +37,7 @@ __all__ = [
     "comm",
     "compress",
     "cost",
+    "data",
     "experiment",
     "fit",
     "lab",
@@ -54,6 +55,7 @@ _LATER = {
     "Tape": "lab.tape:Tape",
     "Trainer": "trainer:Trainer",
     "cost": "cost",
+    "data": "data",
     "experiment": "experiment",
     "fit": "fit",
     "lab": "lab",

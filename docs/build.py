@@ -29,6 +29,7 @@ PUBLIC = {  # modules with a page of the API, by the name to import them by, and
     "distopt.optim.schedules": "distopt.optim.schedules",
     "distopt.compress": "distopt.compress",
     "distopt.comm": "distopt.comm",
+    "distopt.data": "distopt.data",
     "distopt.torch": "distopt.torch",
     "distopt.trainer": "distopt.trainer",
     "distopt.lab": "distopt.lab",

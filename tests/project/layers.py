@@ -15,7 +15,7 @@ ROWS = {  # from the ground up
     "exchange and update": "exchange optim",
     "the step": "engine",
     "SINGA's methods": "singa",
-    "facades, launcher": "dist_opt local_steps trainer torch run",
+    "facades, launcher": "data dist_opt local_steps trainer torch run",
     "laboratory": "lab",
     "start": "__init__ cli",  # of which the second may ask the first
 }
