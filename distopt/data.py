@@ -3,6 +3,8 @@
 import numpy as np
 
 from distopt.checks import check_int
+from distopt.comm import world
+from distopt.comm.communicator import slices
 
 __all__ = ["GlobalBatches"]
 
@@ -37,10 +39,7 @@ class GlobalBatches:
     """
 
     def __init__(self, samples: int, batch: int, seed: int = 0, *, ranks: int | None = None):
-        if ranks is None:
-            from distopt.comm import world
-
-            ranks = world().size
+        ranks = world().size if ranks is None else ranks
         self.samples, self.batch = check_int("samples", samples, least=1), check_int("batch", batch, least=1)
         self.seed, self.ranks = check_int("seed", seed, least=0), check_int("ranks", ranks, least=1)
         if self.seed >= 2**64:
@@ -51,6 +50,7 @@ class GlobalBatches:
                 f"batch must leave a sample for each of {self.ranks} ranks, got {batch}, with which some of "
                 f"{self.steps} batches of {samples} samples have {least}"
             )
+        self._batches = slices(self.samples, self.steps)  # of the order of an epoch
         self._order: tuple[int, np.ndarray] = -1, np.empty(0, np.int64)
 
     def ids(self, rank: int, step: int) -> np.ndarray:
@@ -66,7 +66,7 @@ class GlobalBatches:
         batch = self._batch(step)
         if check_int("rank", rank, least=0) >= self.ranks:
             raise ValueError(f"rank must be below {self.ranks}, got {rank}")
-        return batch[rank * len(batch) // self.ranks : (rank + 1) * len(batch) // self.ranks]
+        return batch[slices(len(batch), self.ranks)[rank]]
 
     def weight(self, rank: int, step: int) -> float:
         """Return by what a rank's mean loss is multiplied, so that the mean over ranks is that over samples.
@@ -98,8 +98,7 @@ class GlobalBatches:
             order = np.argsort(keys, kind="stable")
             order.flags.writeable = False
             self._order = epoch, order
-        _, order = self._order
-        return order[number * self.samples // self.steps : (number + 1) * self.samples // self.steps]
+        return self._order[1][self._batches[number]]
 
     def __repr__(self) -> str:
         return f"GlobalBatches({self.samples}, batch={self.batch}, seed={self.seed}, ranks={self.ranks})"
