@@ -1,6 +1,7 @@
 """Short messages between all ranks of one machine, through memory that they share."""
 
 import ctypes
+import json
 import os
 import select
 import weakref
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distopt.comm.control import ControlChannel, PeerLeft
-from distopt.comm.shared_memory import allocate, peers_of
+from distopt.comm.shared_memory import allocate, handle_of, open_handle
 from distopt.kernels.signatures import library
 
 HEAD = 8  # int64 numbers before the frames of a rank: a cache line, in which its round is
@@ -42,14 +43,24 @@ class Board:
         self._round = 0
 
     @classmethod
-    def open(cls, control: ControlChannel, length: int) -> "Board | None":
-        """Make a board of the ranks of a channel; None where they do not share memory.  Collective."""
-        # length: int64 numbers of a frame.
-        mine = allocate(HEAD + 2 * length, np.int64)
-        arrays = peers_of(np.zeros(0) if mine is None else mine, control)
-        ends = [] if arrays is None else _ends(list(map(int, control.gather(str(os.getpid())))))
-        opened = all(control.gather("yes" * (len(ends) == control.size)))
-        return cls(arrays, control.rank, ends) if opened and arrays is not None else None
+    def open(cls, control: ControlChannel, *lengths: int) -> "list[Board]":
+        """Make boards of the ranks of a channel; [] where they do not share memory.  Collective."""
+        # lengths: int64 numbers of a frame of each.
+        # Two gathers for all of them: before there are boards, each is four messages to every other rank.
+        mine = [allocate(HEAD + 2 * n, np.int64) for n in lengths]
+        told = control.gather(json.dumps([os.getpid(), *("" if x is None else handle_of(x) for x in mine)]))
+        processes, *handles = zip(*map(json.loads, told), strict=True)
+        arrays = [
+            [x if rank == control.rank else open_handle(handle, np.int64) for rank, handle in enumerate(of_board)]
+            for x, of_board in zip(mine, handles, strict=True)
+        ]
+        ends = [_ends(processes) for _ in lengths]
+        whole = all(x is not None for of_board in arrays for x in of_board) and all(ends)
+        if not all(control.gather("yes" * whole)):
+            for opened in ends:
+                _close(opened)
+            return []
+        return [cls([x for x in a if x is not None], control.rank, e) for a, e in zip(arrays, ends, strict=True)]
 
     def write(self, frame: np.ndarray) -> list[np.ndarray]:
         """Write this rank's frame of the next round, and return where the frames of all ranks will be."""

@@ -73,6 +73,7 @@ class EpochRanks:
         self._line, self._revoked = line, False
         self._ways: weakref.WeakSet[Revocable] = weakref.WeakSet()
         self._groups: dict[tuple[int, ...], int] = {}  # how many were made of these ranks
+        self._gathers: dict[tuple[int, ...], int] = {}  # and how many times they have told each other
         line.forget(f"{name} {epoch.number - 1}/")
         self._store = LineStore(self, line, f"{name} {epoch.number}/")
 
@@ -90,6 +91,17 @@ class EpochRanks:
         with meeting_of(self.rank):
             heard = self._line.ask(f"{self.name} {self.epoch.number}/well", "well" * well, first=self.all)
         return heard.members == self.all and set(heard.texts) == {"well"}
+
+    def gather(self, ranks: Sequence[int], text: str) -> list[str]:
+        """Return a short text of each of some members, by the launcher.  Collective of these."""
+        # Raises PeerLeft: one was lost.
+        number = self._gathers[tuple(ranks)] = self._gathers.get(tuple(ranks), 0) + 1
+        name = f"{self.name} {self.epoch.number}/{'_'.join(map(str, ranks))}/{number}"
+        with meeting_of(self.rank):
+            heard = self._line.ask(name, text, first=list(ranks))
+        if heard.members != list(ranks):
+            raise self.gone()
+        return heard.texts
 
     # ------------------------------------------------------------------------------------------- Ranks
 

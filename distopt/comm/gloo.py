@@ -92,17 +92,23 @@ Works = list[tuple[int, Any]]  # what is under way, and with which rank
 class GlooMessages:
     """Messages between some ranks, over a group of gloo's that nothing else uses.  Collective of them."""
 
-    def __init__(self, ranks: GlooRanks, members: Sequence[int]):
+    def __init__(self, ranks: GlooRanks, members: Sequence[int], connect: bool = True):
         # members: numbers of those that have the messages, ascending
+        # connect: False to do that later, if there are messages.
         self.ranks, self._among, self._group = list(members), ranks, None  # type: list[int], GlooRanks, Any
-        self.rank, self.size = self.ranks.index(ranks.rank), len(self.ranks)
+        self.rank, self.size, self._closed = self.ranks.index(ranks.rank), len(self.ranks), False
+        if connect:
+            self.connect()
+
+    def connect(self) -> None:
+        """Make the group.  Collective."""
         if self.size > 1:
-            self._group = ranks.group(self.ranks)
+            self._group = self._among.group(self.ranks)
             _open.add(self)
 
     @property
     def usable(self) -> bool:
-        return self.size == 1 or (self._group is not None and self._among.usable)
+        return not self._closed and (self.size == 1 or self._among.usable)
 
     def check(self) -> None:
         """Raise PeerLeft if a rank was lost, or RuntimeError if the process group was destroyed."""
@@ -139,7 +145,7 @@ class GlooMessages:
 
     def close(self) -> None:
         _open.discard(self)
-        self._group = None
+        self._group, self._closed = None, True
 
     def keep_in_child(self) -> None:
         """Keep the group in a forked child for ever."""

@@ -33,8 +33,8 @@ class Outboxes:
     @classmethod
     def open(cls, control: ControlChannel) -> "Outboxes | None":
         """Make the outboxes of the ranks of a channel; None where they do not share memory.  Collective."""
-        board = Board.open(control, HANDLE + control.size)
-        return cls(board, control.rank, control.size) if board else None
+        boards = Board.open(control, HANDLE + control.size)
+        return cls(boards[0], control.rank, control.size) if boards else None
 
     def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
         """Send ``parts[r]`` to every other rank r, and receive ``received[r]``, flat arrays of known lengths."""

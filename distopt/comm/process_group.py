@@ -44,6 +44,7 @@ FRAME = 32
 LENGTH, WORDS = 9, 10
 TRIALS = 3  # to make a communicator of the same ranks
 PAGE = 512  # numbers of a text that are written at once
+TOLD = 64  # ranks, at most, whose texts the launcher passes on: a message to each has all of them
 
 
 class ProcessGroupControl(ControlChannel):
@@ -56,7 +57,9 @@ class ProcessGroupControl(ControlChannel):
         # members: numbers of those that have the channel, ascending
         if len(members) > 1:
             watch(ranks.rank)
-        self._among, self._messages, self.ranks = ranks, GlooMessages(ranks, members), list(members)
+        # Without connections as long as the launcher can pass texts on: these are half of what a new epoch takes.
+        told = isinstance(ranks, EpochRanks) and len(members) <= TOLD
+        self._among, self._messages, self.ranks = ranks, GlooMessages(ranks, members, not told), list(members)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._numbers, name = itertools.count(), f"{names(members)} {ranks.place}"
         channel = _channels[name] = _channels.get(name, 0) + 1
@@ -69,16 +72,18 @@ class ProcessGroupControl(ControlChannel):
         if self.size > 1:
             _controls.add(self)
             _join(ranks.rank)
-        self.vote_on_version()
+        self._tell = ranks.gather if isinstance(ranks, EpochRanks) and told else None
+        if not self._tell:
+            self.vote_on_version()
         if self.size > 1:
-            self._board, self._pages = self._open_board(FRAME), self._open_board(PAGE)
-
-    def _open_board(self, length: int) -> Board | None:
-        """Make a board of frames of this length, which is revoked with the channel.  Collective."""
-        board = Board.open(self, length)
-        if board:
-            self._among.keep(board)
-        return board
+            for board in (boards := Board.open(self, FRAME, PAGE)):
+                self._among.keep(board)  # it is revoked with the channel
+            self._board, self._pages = boards or (None, None)
+        if self._tell:
+            self._tell = None
+            if not self._board:
+                self._messages.connect()
+            self.vote_on_version()
 
     def log(self, name: str) -> OperationLog:
         return OperationLog(recorder, f"{name} ({self._name}, {next(self._numbers)})", self.ranks)
@@ -92,6 +97,8 @@ class ProcessGroupControl(ControlChannel):
         np.max(frames[:, : votes.size], axis=0, out=votes)
 
     def gather_strings(self, text: str) -> list[str]:
+        if self._tell:
+            return self._tell(self.ranks, text)
         mine = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
         with self._votes("gather"):
             lengths = self._swap(np.zeros(0, np.int64), mine.size)[:, LENGTH].tolist()

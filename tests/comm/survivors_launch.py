@@ -26,7 +26,7 @@ def begin(transport):
         from distopt.comm.process_group import ProcessGroupCommunicator
 
         if how("apart"):  # as ranks of several hosts, which share nothing
-            process_group.Board.open = lambda *_: None
+            process_group.Board.open = lambda *_: []
             process_group._machine = lambda: os.environ["DISTOPT_MEMBER"]
         return ProcessGroupCommunicator("a test"), int(os.environ["DISTOPT_MEMBER"])
     from distopt.comm import MpiCommunicator

@@ -83,4 +83,4 @@ def test_a_process_that_has_ended_is_noticed_and_one_that_is_late_is_not():
 
 def test_there_is_no_board_without_descriptors_of_processes(monkeypatch):
     monkeypatch.setattr(os, "pidfd_open", lambda process: (_ for _ in ()).throw(OSError), raising=False)
-    assert run_ranks(2, lambda comm: Board.open(comm.control, 1)) == [None, None]
+    assert run_ranks(2, lambda comm: Board.open(comm.control, 1, 2)) == [[], []]

@@ -100,7 +100,7 @@ for _ in range(3):
 AS_BETWEEN_HOSTS = """
 import os
 import distopt.comm.board, distopt.comm.process_group
-distopt.comm.board.Board.open = lambda *_: None
+distopt.comm.board.Board.open = lambda *_: []
 distopt.comm.process_group._machine = lambda: os.environ["RANK"]
 """
 
