@@ -184,7 +184,14 @@ class Bucket:
 class BucketSet(list[Bucket]):
     """All buckets of a plan; their gradients lie in one piece of memory."""
 
-    def __init__(self, plan: Plan, values: Mapping[str, np.ndarray], alloc: Alloc):
+    def __init__(
+        self,
+        plan: Plan,
+        values: Mapping[str, np.ndarray],
+        alloc: Alloc,
+        state: Callable[[int], dict[str, np.ndarray]] = lambda number: {},
+    ):
+        # state: makes, or finds, what outlives a step of the bucket of this number.
         starts, members = _starts(plan.buckets), sum(len(b.names) for b in plan.buckets)
         self._memory = alloc(max(1, starts[-1]), np.uint8)
         # per member of all buckets; the last number is of all ranks
@@ -202,6 +209,8 @@ class BucketSet(list[Bucket]):
         # by rank; empty if not shared, None before
         self._halves: list[np.ndarray] | None = None
         self._cut(plan, starts)
+        for bucket in self:
+            bucket.state = state(bucket.number)
 
     def _cut(self, plan: Plan, starts: list[int]) -> None:
         """Make the buckets, which begin at ``starts``, in bytes of the common memory."""

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device
+from distopt.buckets.shared_state import SharedState
 from distopt.compress.state import State
 
 
@@ -42,7 +43,11 @@ class Undo:
     def keep_state(self, state: State) -> None:
         """Remember which arrays a dict has, and copy them."""
         self._states.append((state, dict(state)))
+        if isinstance(state, SharedState):
+            self._copies |= {(device.address(x), x.nbytes): copy for x, copy in state.slots()}
         self.keep(*state.values())
+        if isinstance(state, SharedState):
+            state.keep()
 
     def on_undo(self, action: Callable[[], object]) -> None:
         """Call this once, at the next ``undo``."""
@@ -57,8 +62,10 @@ class Undo:
             for name, value in values.items():
                 setattr(part, name, value)
         for state, arrays in reversed(self._states):
-            state.clear()
-            state.update(arrays)
+            for name in state.keys() - arrays.keys():
+                del state[name]
+            for name, array in arrays.items():
+                state[name] = array
         for place, array in self._arrays.items():
             device.copy(array, self._copies[place])
 

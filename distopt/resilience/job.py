@@ -28,8 +28,11 @@ AWAITED = "awaited"  # the file in it that says that a process waits to be let i
 # the folder in it of what the launcher asks ranks to start, each a file named by its number
 REQUESTS = "requests"
 LOOPBACK = "-loopback"  # the suffix of the library that the launcher preloads
+MEMORY = Path("/dev/shm")
 # how the names of MPICH's and of Open MPI's shared memory begin
 SEGMENTS = ("mpich_shm_", "sm_segment.")
+# told in the place of what is lost with a rank
+ADOPTED = "the others adopt its logical ranks"
 PID, VOTES, SEGMENT, CRASH, ALIVE = "pid", "votes", "segment", "crash", "alive"
 MPI, DONE, SPOKEN, STOPS, LATE, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops", "late", "exit", "os_exit"
 STARTED, CAME = "started", "came"
@@ -100,6 +103,12 @@ def enter(rank: int, folder: Path) -> None:
         faulthandler.enable((folder / f"{rank}.{CRASH}").open("w"), all_threads=False)
         # a child's crash, on standard error, is not the rank's
         os.register_at_fork(after_in_child=faulthandler.enable)
+
+
+def memory(folder: Path | None = None) -> Path | None:
+    """Return the folder in this machine's memory for what outlives a process of a job, by default of this one's job."""
+    folder = folder or _folder
+    return None if folder is None else MEMORY / f"distopt-{folder.name}"
 
 
 def is_rank() -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ def job_folder() -> Iterator[Path]:
             yield Path(name)
         finally:
             os.close(folder)
+            _forget(Path(name))
 
 
 def sweep(parent: Path) -> None:
@@ -34,6 +36,13 @@ def sweep(parent: Path) -> None:
             _sweep(folder)
 
 
+def _forget(folder: Path) -> None:
+    """Remove what the ranks of a job have kept in memory."""
+    memory = job.memory(folder)
+    if memory and not memory.is_symlink():
+        shutil.rmtree(memory, ignore_errors=True)
+
+
 def _sweep(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -41,6 +50,7 @@ def _sweep(folder: Path) -> None:
         ranks = job.entered(folder)  # none: it may be about to be locked
         if os.fstat(handle).st_uid == os.geteuid() and ranks and all(job.state(rank.pid) in "ZX" for rank in ranks):
             segments.sweep(ranks)
+            _forget(folder)
             with contextlib.suppress(FileNotFoundError):
                 for path in (folder / job.REQUESTS).iterdir():
                     path.unlink()
