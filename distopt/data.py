@@ -5,6 +5,7 @@ import numpy as np
 from distopt.checks import check_int
 from distopt.comm import world
 from distopt.comm.communicator import slices
+from distopt.engine.rank_losses import present_call
 
 __all__ = ["GlobalBatches"]
 
@@ -20,7 +21,7 @@ class GlobalBatches:
         samples: how many samples there are.
         batch: samples of a global batch, of all ranks together, at most.
         seed: of the permutations.
-        ranks: the number of parts of a batch; None for the ranks of ``distopt.world()``.
+        ranks: the number of parts of a batch; None for the ranks of ``distopt.world()``, logical ones if it has these.
 
     Attributes:
         steps: the global batches of an epoch.
@@ -39,7 +40,7 @@ class GlobalBatches:
     """
 
     def __init__(self, samples: int, batch: int, seed: int = 0, *, ranks: int | None = None):
-        ranks = world().size if ranks is None else ranks
+        ranks = world().ranks.size if ranks is None else ranks
         self.samples, self.batch = check_int("samples", samples, least=1), check_int("batch", batch, least=1)
         self.seed, self.ranks = check_int("seed", seed, least=0), check_int("ranks", ranks, least=1)
         if self.seed >= 2**64:
@@ -53,22 +54,23 @@ class GlobalBatches:
         self._batches = slices(self.samples, self.steps)  # of the order of an epoch
         self._order: tuple[int, np.ndarray] = -1, np.empty(0, np.int64)
 
-    def ids(self, rank: int, step: int) -> np.ndarray:
+    def ids(self, rank: int, step: int | None = None) -> np.ndarray:
         """Return the numbers of a rank's samples, ``(its part of the batch,)`` of int64, read-only.
 
         Args:
             rank: the rank.
-            step: the number of the global batch, over all epochs, as ``opt.step_counter`` has it.
+            step: the number of the global batch, over all epochs, as ``opt.step_counter`` has it; None for the step
+                whose loss asks, with logical ranks.
 
         Raises:
-            ValueError: there is no such rank or step.
+            ValueError: there is no such rank or step; or ``step`` is None outside of the loss of a logical rank.
         """
         batch = self._batch(step)
         if check_int("rank", rank, least=0) >= self.ranks:
             raise ValueError(f"rank must be below {self.ranks}, got {rank}")
         return batch[slices(len(batch), self.ranks)[rank]]
 
-    def weight(self, rank: int, step: int) -> float:
+    def weight(self, rank: int, step: int | None = None) -> float:
         """Return by what a rank's mean loss is multiplied, so that the mean over ranks is that over samples.
 
         Args:
@@ -90,7 +92,9 @@ class GlobalBatches:
         """
         return [self.ids(rank, k).tolist() for k in range(step, (step // self.steps + 1) * self.steps)]
 
-    def _batch(self, step: int) -> np.ndarray:
+    def _batch(self, step: int | None) -> np.ndarray:
+        if step is None and (step := present_call.get(None)) is None:
+            raise ValueError("step must be given but in the loss of a logical rank, got None")
         epoch, number = divmod(check_int("step", step, least=0), self.steps)
         if self._order[0] != epoch:
             # Raw numbers of a generator are the same with every numpy, unlike its permutations.

@@ -152,6 +152,7 @@ class DistOpt(SingaModes, SingaVerbs, Checkpointed):
         # what the last step was
         self._last: StepSpec | Averaged | None = None
         if self._model is not None:
+            engine.check_own_rank("a DistOpt with a PyTorch model")
             self._model.enroll(engine)
             if options.overlap:
                 self._model.overlap()

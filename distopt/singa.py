@@ -245,6 +245,7 @@ class SingaVerbs(Facade):
         """
         engine = self.engine
         engine.check_open()
+        engine.check_own_rank("update")
         engine.resolve_last_step()
         if engine.nonfinite.policy.adapts:
             raise ValueError(

@@ -6,6 +6,7 @@ To add one, write a module with a class that defines ``exchange``, and a line in
 from distopt.comm.communicator import Communicator
 from distopt.comm.elastic import Elastic
 from distopt.comm.local import LocalCommunicator
+from distopt.comm.logical import Logical
 from distopt.comm.metered import Metered
 from distopt.comm.mpi import MpiCommunicator
 from distopt.comm.nccl import NcclCommunicator
@@ -18,6 +19,7 @@ __all__ = [
     "Communicator",
     "Elastic",
     "LocalCommunicator",
+    "Logical",
     "Metered",
     "MpiCommunicator",
     "NcclCommunicator",

@@ -17,6 +17,7 @@ from distopt.comm import objects
 from distopt.comm.byte_counts import DIRECT, Algorithm
 from distopt.comm.control import ControlChannel, PeerLeft, Waits
 from distopt.comm.message import MessageTag, Tagging
+from distopt.comm.ranks import Ranks
 from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.device import describe
 from distopt.resilience.operation_log import silent
@@ -103,6 +104,8 @@ class Communicator:
     _second: "Communicator | None" = None  # the result of duplicate()
     _subgroups: Mapping[Groups, "Communicator"] = MappingProxyType({})  # the results of subgroup()
     _made_in = 0  # the epoch of these
+    _own_rank = Ranks(0, ())
+    _logical: "Communicator | None" = None  # the one of its logical ranks
 
     def tagged(self, tag: MessageTag) -> AbstractContextManager[None]:
         """Return a context whose messages are labelled with ``tag``, for ledgers and for the report of a time limit."""
@@ -112,6 +115,13 @@ class Communicator:
     def hosts(self) -> Sequence[int]:
         """Machine of each rank, ``(size,)``: numbers that are equal for ranks of one machine."""
         return self._hosts or (0,) * self.size
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks whose gradients make a mean: the processes, but for ``world(logical=V)``."""
+        if (self._own_rank.size, self._own_rank.here) != (self.size, (self.rank,)):
+            self._own_rank = Ranks(self.size, (self.rank,))
+        return self._own_rank
 
     @property
     def spans_hosts(self) -> bool:

@@ -69,6 +69,7 @@ class Elastic(Wrapper):
         self._prepare: Callable[[], Callable[[], object]] | None = None
         self._told = self.epoch  # the epoch that callbacks have heard of
         self._resized: list[Resized] = []
+        self._begun: tuple[int, Callable[[], object]] = -1, _nothing  # the epoch that it was called in
 
     def on_resize(self, callback: Resized) -> None:
         """Call ``callback(rank, size)`` after each transaction in which they have changed.
@@ -76,6 +77,10 @@ class Elastic(Wrapper):
         On a communicator that ``separate`` has made: in ``tell_resized``, as another thread may use it.
         """
         self._resized.append(callback)
+
+    def on_epoch(self, begin: Callable[[], object]) -> None:
+        """Call ``begin`` at the start of the first transaction of every epoch from the next one on; it may exchange."""
+        self._begun = -1 if self.outside else self.epoch, begin
 
     def transaction(
         self, operation: Callable[[], T], undo: Callable[[], object] = lambda: None, votes: bool = True
@@ -96,6 +101,9 @@ class Elastic(Wrapper):
             while True:
                 try:
                     with device.polled(self.comm.check):
+                        if self._begun[0] != self.epoch:
+                            self._begun[1]()
+                            self._begun = self.epoch, self._begun[1]
                         outcome = self._outcome(operation)
                     if votes:
                         self.comm.settle()

@@ -1,6 +1,6 @@
 """Tag of a message, the breakdown of its payload, and its entry in a ledger."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,26 @@ class MessageTag(NamedTuple):
 
 
 UNTAGGED = MessageTag()
+ALIGNED = 8  # an array of bytes among several in a message begins at a multiple of so many
+
+
+def message_starts(lengths: Iterable[int]) -> list[int]:
+    """Return where arrays of so many bytes begin in a message of all, and where it ends.
+
+    Example:
+        >>> message_starts([19, 4])
+        [0, 24, 28]
+    """
+    starts, end = list[int](), 0
+    for nbytes in lengths:
+        starts.append(-(-end // ALIGNED) * ALIGNED)
+        end = starts[-1] + nbytes
+    return [*starts, end]
+
+
+def message_bytes(lengths: Iterable[int]) -> int:
+    """Return the bytes of a message with arrays of these."""
+    return message_starts(lengths)[-1]
 
 
 class Tagging:

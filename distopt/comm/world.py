@@ -11,18 +11,19 @@ from distopt.comm.communicator import Communicator
 from distopt.comm.elastic import Elastic
 from distopt.comm.launchers import Process, transport
 from distopt.comm.local import LocalCommunicator
+from distopt.comm.logical import with_ranks
 from distopt.comm.mpi import MpiCommunicator
 from distopt.comm.nccl import NcclCommunicator
 from distopt.comm.nccl_library import nccl_state
 from distopt.comm.shared_memory import SharingCommunicator
 from distopt.comm.threads import current_rank
 from distopt.resilience import membership
-from distopt.resilience.environment import SPAWNED
+from distopt.resilience.environment import LOGICAL, SPAWNED
 
 _worlds: dict[str, Communicator] = {}
 
 
-def world(device: str = "auto") -> Communicator:
+def world(device: str = "auto", logical: int | None = None) -> Communicator:
     """Return the communicator of all ranks that the launcher started, the same object at every call.
 
     Under ``mpirun``, ``distopt run`` or ``srun --mpi=...`` the ranks find each other by MPI; under ``torchrun``, under
@@ -38,13 +39,18 @@ def world(device: str = "auto") -> Communicator:
             * 'cpu': numpy arrays, over MPI.
             * 'cuda': cupy arrays, over NCCL; every rank has a separate GPU.
             * 'auto': 'cuda' if on every rank the script has imported cupy and there are a GPU and NCCL, else 'cpu'.
+        logical: ranks that live in these processes, at least as many as there are of these (``comm.Logical``), so that
+            what a job learns does not depend on its processes; default: as before, at first that of ``distopt run
+            --logical``, else each process is one rank.
 
     Raises:
+        TypeError: ``logical`` is no integer.
         ImportError: there is a launcher but no mpi4py, or torchrun but no torch.
         RuntimeError: launcher and MPI library do not belong together, ranks of ``srun`` cannot meet, or ``device`` is
             'cuda' and there is no cupy, driver, GPU or NCCL; or this process, started in the place of a lost rank,
             has a GPU; or a rank has started this process, which is none.
-        ValueError: ``device`` is none of these, two ranks are on one GPU, or ``device`` is 'cuda' in ``run_ranks``.
+        ValueError: ``device`` is none of these, two ranks are on one GPU, or ``device`` is 'cuda' in ``run_ranks``; or
+            ``logical`` is below the number of processes, or another one than before.
 
     Example:
         >>> from distopt.comm import run_ranks, world
@@ -53,11 +59,20 @@ def world(device: str = "auto") -> Communicator:
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
+    asked = os.environ.get(LOGICAL) if logical is None else logical
     rank = current_rank()
-    if rank is not None:
-        if device == "cuda":
-            raise ValueError("device must be 'auto' or 'cpu' in run_ranks, whose ranks have numpy arrays, got 'cuda'")
-        return rank
+    if rank is not None and device == "cuda":
+        raise ValueError("device must be 'auto' or 'cpu' in run_ranks, whose ranks have numpy arrays, got 'cuda'")
+    processes = _processes(device) if rank is None else rank
+    if asked is None:
+        return processes._logical or processes
+    if isinstance(asked, str) and not asked.isdigit():
+        raise ValueError(f"{LOGICAL} must be a number of ranks, got {asked!r}")
+    return with_ranks(processes, int(asked) if isinstance(asked, str) else asked)
+
+
+def _processes(device: str) -> Communicator:
+    """Return the communicator of all processes."""
     if device not in _worlds:
         if membership.joins() and not _lacks_gpu(device, alone=False):
             raise RuntimeError(

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import BucketSet, Reduced
+from distopt.buckets import Reduced
 from distopt.compress.state import WINDOW
+from distopt.engine.bucket_store import BucketStore
 
 # Reduces a flat array per bucket.
 Reduce = Callable[[list[np.ndarray]], Iterator[Reduced]]
@@ -75,15 +76,15 @@ class GradientAccumulator:
             self.num_gradients = min(self.num_gradients, float(self.batches * ranks))
             self.brought = min(self.brought, ranks)
 
-    def add(self, buckets: BucketSet, reduce: Reduce, skip_flag: np.ndarray | None = None) -> Iterator[Reduced] | None:
+    def add(self, store: BucketStore, reduce: Reduce) -> Iterator[Reduced] | None:
         """Add a call's gradients to the sum; return the sums over ranks at the last call, else None."""
-        # On a GPU the sum stays as it is if the number at `skip_flag` is not 0.
-        gradients = list(map(operator.attrgetter("gradient"), buckets))
+        # On a GPU the sum stays as it is if the number at the skip flag is not 0.
+        gradients, skip_flag = list(map(operator.attrgetter("gradient"), store.buckets)), store.skip_flag
         if self.num_batches == 1:
             return reduce(gradients)
         self.batches += 1
         closes = self.batches == self.num_batches
-        for bucket in buckets:
+        for bucket in store.all_buckets:
             total = bucket.state_array(WINDOW)
             if closes:
                 # The sum itself stays as it is until the step has been applied.
@@ -92,10 +93,10 @@ class GradientAccumulator:
                 kernels.accumulate(bucket.gradient, total, skip_flag)
         return reduce(gradients) if closes else None
 
-    def reset(self, buckets: BucketSet, skip_flag: np.ndarray | None = None) -> None:
+    def reset(self, store: BucketStore, skip_flag: np.ndarray | None = None) -> None:
         """Begin the next step."""
         self.num_gradients = 0.0
         if self.num_batches > 1:
             self.batches = 0
-            for bucket in buckets:
+            for bucket in store.all_buckets:
                 kernels.clear(bucket.state_array(WINDOW), skip_flag)

@@ -1,11 +1,12 @@
 """The agreement of all ranks on what they are about to do."""
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distopt.comm import Communicator
 from distopt.comm.control import by_rank, fingerprint
+from distopt.comm.ranks import Ranks
 
 
 class AllJoinedError(Exception):
@@ -29,7 +30,7 @@ class Agreement:
         # This rank has no batches left, and takes part in the others' steps.
         self.joined = False
         # How many ranks had not joined, and which had, as of the last vote.
-        self.live = comm.size
+        self.live = comm.ranks.size
         self.all_joined: frozenset[int] = frozenset()
         # The declaration that holds, the optimizer last; [] if there is none.
         self.lines: list[str] = []
@@ -76,7 +77,7 @@ class Agreement:
             return [optimizer, *lines, name + part, *self._numbers, rule, enqueued]
 
         reports = control.vote(name, ballot, describe, error, report, part, self.joined, doubts)
-        self.live, self.all_joined = control.size - len(control.joined), control.joined
+        self.live, self.all_joined = self._comm.ranks.size - len(control.joined), control.joined
         return reports
 
     def vote_on_lines(
@@ -88,7 +89,7 @@ class Agreement:
             return self._comm.control.vote(name, fingerprint(lines), lambda: lines, error, report, part, self.joined)
 
         reports, control = self._comm.transaction(vote), self._comm.control
-        self.live, self.all_joined = control.size - len(control.joined), control.joined
+        self.live, self.all_joined = self._comm.ranks.size - len(control.joined), control.joined
         return reports
 
     def run_on_all(self, line: str, do: Callable[..., Any], *arguments: Any) -> list[str]:
@@ -113,15 +114,34 @@ class GradientReport(NamedTuple):
     # The parameters without a gradient, as bits of a number.
     missing: int = 0
 
+    @classmethod
+    def decoded(cls, text: str) -> "GradientReport":
+        """Return what ``encoded`` has made a text of; '' is an empty one."""
+        bits, _, found = text.partition(" ")
+        return cls(json.loads(found), int(bits, 16)) if bits else cls()
+
     def encoded(self) -> str:
         """Return it as a text."""
         return f"{self.missing:x} {json.dumps(self.nonfinite)}"
 
 
-def decode(texts: Sequence[str]) -> list[GradientReport]:
-    """Return the reports of all ranks."""
-    split = (text.partition(" ") for text in texts)
-    return [GradientReport(json.loads(found), int(bits, 16)) if bits else GradientReport() for bits, _, found in split]
+def encode(reports: Iterable[GradientReport]) -> str:
+    """Return the reports of the ranks that live here as one text, '' if they are empty."""
+    texts = [report.encoded() if report != EMPTY else "" for report in reports]
+    return "\n".join(texts) if any(texts) else ""
+
+
+def decode(texts: Sequence[str], ranks: Ranks) -> list[GradientReport]:
+    """Return the reports of all ranks, of the texts of all processes."""
+    if not ranks.by_process:
+        return list(map(GradientReport.decoded, texts))
+    each = [
+        text.split("\n") if text else [""] * len(there) for text, there in zip(texts, ranks.by_process, strict=True)
+    ]
+    return list(map(GradientReport.decoded, ranks.in_order(each)))
+
+
+EMPTY = GradientReport()
 
 
 def describe(nonfinite: Sequence[Mapping[str, str]], but: Collection[str] = ()) -> str:

@@ -1,19 +1,23 @@
 """The parameters of a model, the plan of their buckets, and the memory of both."""
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+import itertools
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from distopt import device, kernels
 from distopt.buckets import Bucket, BucketSet, Plan, States, plan
+from distopt.buckets.shared_state import SharedState, StateFolder
 from distopt.comm import Communicator
 from distopt.comm.control import agreed
 from distopt.comm.message import MessageTag
 from distopt.comm.threads import ThreadCommunicator
 from distopt.compress import Compressor
 from distopt.compress.base import payload_nbytes
+from distopt.compress.state import shared
 from distopt.engine.capacity import PayloadCapacity
 from distopt.engine.finite_check import DeviceFlag, HostCheck, NoCheck
 from distopt.engine.parameters import GradientCollector
@@ -39,6 +43,8 @@ class PlanMemory(NamedTuple):
     # Of the ranks (``Communicator.epoch``).
     epoch: int = 0
     buckets: BucketSet | None = None
+    # Of each rank that lives here, ascending; ``buckets`` are those of the last one.
+    of_ranks: Mapping[int, BucketSet] = {}
     # Larger buckets over the same memory, which are packed and updated as a whole; on the host the same.
     groups: BucketSet | None = None
     # Those that leave as a whole, if neighbours may leave together; on the host the same.
@@ -79,13 +85,15 @@ class BucketStore:
         self.broadcast_due = broadcast
         # A vote has succeeded.
         self.started = False
+        # Of what outlives a step of logical ranks, for who takes them over; None if they end with their process.
+        self.state_folder: StateFolder | None = None
         # Brings what a lost rank alone had to the others, once all have a plan without it, and is collective; None if
         # nobody can.
         self.recover: Callable[[], object] | None = None
         self._committed = PlanMemory()
         self._use(self._committed)
-        # States of a checkpoint, until there are buckets.
-        self._restored: States = {}
+        # States of a checkpoint, by rank, until there are buckets.
+        self._restored: dict[int, States] = {}
         self._restored_capacity: list[int] = []
         # All ranks are still to look for parameters that two of them have in one place.
         self.apart_due = False
@@ -102,6 +110,11 @@ class BucketStore:
     def buckets_if_any(self) -> BucketSet | None:
         """The buckets of the plan, None if there is none."""
         return self._memory.buckets
+
+    @property
+    def all_buckets(self) -> Iterator[Bucket]:
+        """Those of all ranks that live here."""
+        return itertools.chain.from_iterable(self.of_ranks.values())
 
     @property
     def values(self) -> dict[str, np.ndarray]:
@@ -143,20 +156,33 @@ class BucketStore:
             raise ValueError(f"threshold must stay {self.threshold} once parameters are shared, got {threshold}")
         values = self.values
         sizes, dtypes = [v.size for v in values.values()], [v.dtype for v in values.values()]
-        buckets = BucketSet(plan(list(values), sizes, dtypes, threshold), values, self._comm.alloc)
+        made, ranks = plan(list(values), sizes, dtypes, threshold), self._comm.ranks
+        # Memory that processes share is of one rank in each.
+        alloc = device.zeros if ranks.by_process else self._comm.alloc
+        lasting = previous is not None and repr(previous.plan) == repr(made) and bool(ranks.by_process)
+        known_ranks = self.of_ranks if lasting else {}
+        new = {
+            rank: BucketSet(made, values, alloc, self._state_of(rank, made))
+            for rank in ranks.here
+            if rank not in known_ranks
+        }
+        of_ranks = {rank: known_ranks[rank] if rank in known_ranks else new[rank] for rank in ranks.here}
+        buckets = of_ranks[ranks.here[-1]]
         if self.sharded and previous:
             buckets.adopt_parameters(previous)
-        states = self.states()
-        buckets.check(states)
+        states = self._with_states(new, self.states())
+        for of_rank, kept in states:
+            of_rank.check(kept)
         self._optimizer.check(buckets)
-        buckets.restore(states)
+        for of_rank, kept in states:
+            of_rank.restore(kept)
         check, capacity, messages, on_gpu = NoCheck(), None, buckets, self._comm.gpu is not None
         if on_gpu:
             buckets.group(GROUP)
             messages = buckets.merged(MESSAGE)
         if self._checked:
-            gradients = self._checked * self._comm.size
-            check = DeviceFlag(buckets, self._comm) if on_gpu else HostCheck(buckets, gradients)
+            gradients = self._checked * ranks.size
+            check = DeviceFlag(buckets, self._comm) if on_gpu else HostCheck(list(of_ranks.values()), gradients)
         if on_gpu:
             capacity = PayloadCapacity(buckets, self._comm)
             if self.stale and self.capacity:
@@ -164,8 +190,16 @@ class BucketStore:
                 capacity.restore(self.capacity.state())
             capacity.restore(self._restored_capacity)
             self._restored_capacity = []
-        self._use(PlanMemory(self._comm.epoch, buckets, buckets.groups, messages, check, capacity))
+        self._use(PlanMemory(self._comm.epoch, buckets, of_ranks, buckets.groups, messages, check, capacity))
         return True
+
+    def _state_of(self, rank: int, made: Plan) -> Callable[[int], dict[str, np.ndarray]]:
+        """Return what makes, or finds, what outlives a step of a bucket of a rank."""
+        folder = self.state_folder
+        if folder is None:
+            return lambda number: {}
+        owner = f"{rank}-{zlib.crc32(repr(made).encode()):08x}"
+        return lambda number: SharedState(folder, f"{owner}-{number}")
 
     def _use(self, memory: PlanMemory) -> None:
         """Make this the plan of the next step."""
@@ -177,13 +211,16 @@ class BucketStore:
         else:
             self.buckets = memory.buckets
         self.messages, self.check, self.capacity = memory.messages, memory.check, memory.capacity
+        # The buckets of each rank that lives here, ascending; ``buckets`` are those of the last one.
+        self.of_ranks = memory.of_ranks
         self.skip_flag = memory.check.skip_flag
         self.sharded = memory.buckets is not None and bool(memory.buckets.parameters)
 
     def commit(self) -> None:
         """Make what a step with the ``proposed`` plan needs, which all ranks have, and free the old.  Collective."""
         buckets, error = self.buckets, None
-        buckets.connect(self._comm)
+        if not self._comm.ranks.by_process:
+            buckets.connect(self._comm)
         if self._overlaps:
             # Made here, where all ranks come by.
             _ = self._comm.duplicate()
@@ -236,17 +273,24 @@ class BucketStore:
     def point_to_parameters(self) -> None:
         """Point the buckets' tables to the parameters, wherever these are now."""
         values = self.collector.values
-        for buckets in (self._memory.buckets, self._memory.groups):
+        for buckets in (*self.of_ranks.values(), self._memory.groups):
             assert buckets is not None
             if buckets.parameters_version != values.version:
                 buckets.point_to_parameters(values.addresses, values.version)
 
     def pack_all(
-        self, scale: float, counts: bool, clip: float | None, multipliers: bool = False, leaving: Leaving | None = None
+        self,
+        rank: int,
+        scale: float,
+        counts: bool,
+        clip: float | None,
+        multipliers: bool = False,
+        leaving: Leaving | None = None,
     ) -> None:
-        """Bring the collected gradients to their places in the buckets (``pack``)."""
+        """Bring the collected gradients to their places in a rank's buckets (``pack``)."""
         # multipliers: write the optimizer's multipliers into the buckets' tables, for a compressor that reads them.
-        grads, buckets, groups = self.collector.grads, self.buckets, self._memory.groups
+        grads, buckets = self.collector.grads, self.of_ranks[rank]
+        groups = self._memory.groups if buckets is self.buckets else buckets.groups
         assert groups is not None
         self.point_to_parameters()
         if multipliers:
@@ -272,26 +316,31 @@ class BucketStore:
         """Bring a bucket's gradients, times ``scale``, to their places."""
         # counts: what is not finite is counted now; else it is found in the sums.
         # clip: every element is held between -clip and clip.
-        if self._undo and (bucket.gradients.records["data"] == bucket.own_addresses).any():
-            # Gradients lie there, and are scaled and summed there.
+        if self._undo and _lies_in_place(bucket):
+            # It is scaled and summed there.
             self._undo.keep(bucket.gradient)
         bucket.pack(counts and self._checked > 0, scale, self.check.headroom if counts else 1.0)
         if clip is not None:
             kernels.clip(bucket.gradient, clip)
 
+    def lie_in_place(self, rank: int) -> bool:
+        """Tell if a rank's last gradients, or some, are views of its buckets, where an undo puts back what was."""
+        return any(map(_lies_in_place, self.of_ranks[rank]))
+
     def bring_nothing(self, names: Collection[str]) -> None:
         """Bring zeros for parameters, after gradients of them were packed."""
-        buckets = self.buckets
-        for bucket in buckets:
+        for bucket in self.all_buckets:
+            for view in bucket.views_of(names, bucket.gradient):
+                device.clear(view)
             for row, name in enumerate(bucket.spec.names):
                 if name in names:
-                    device.clear(buckets.view(name))
                     device.clear(bucket.bad[row : row + 1])
 
-    def clear_counts(self) -> None:
-        """Clear the counts of what is not finite, before gradients are packed."""
-        if self._memory.buckets is not None:
-            device.clear(self._memory.buckets.bad)
+    def clear_counts(self, ranks: Iterable[int]) -> None:
+        """Clear the counts of what is not finite, before gradients of these ranks are packed."""
+        for rank in ranks:
+            if rank in self.of_ranks:
+                device.clear(self.of_ranks[rank].bad)
 
     def broadcast_parameters(self, step: int) -> None:
         """Send rank 0's parameters to all ranks, before the first update: ``broadcast_due``.  Collective."""
@@ -329,19 +378,20 @@ class BucketStore:
 
     # -- what outlives a step
 
-    def states(self) -> States:
-        """The buckets' states by parameter: those of a checkpoint until all ranks have agreed on a plan."""
-        return self.buckets.states() if self.started else self._restored
+    def states(self) -> dict[int, States]:
+        """The buckets' states, by rank and parameter: those of a checkpoint until all ranks have agreed on a plan."""
+        return {rank: b.states() for rank, b in self.of_ranks.items()} if self.started else self._restored
 
-    def check_states(self, states: States) -> None:
+    def check_states(self, states: dict[int, States]) -> None:
         """Raise ValueError for states that do not fit the parameters."""
-        if self.started:
-            self.buckets.check(states)
+        for buckets, kept in self._with_states(self.of_ranks, states) if self.started else ():
+            buckets.check(kept)
 
-    def restore(self, states: States, capacity: list[int]) -> None:
+    def restore(self, states: dict[int, States], capacity: list[int]) -> None:
         """Take the states of a checkpoint; rank 0's parameters are not sent any more."""
         if self.started:
-            self.buckets.restore(states)
+            for buckets, kept in self._with_states(self.of_ranks, states):
+                buckets.restore(kept)
             self.check.reset()
         self._restored, self.broadcast_due = {} if self.started else states, False
         if self.capacity:
@@ -349,9 +399,29 @@ class BucketStore:
         else:
             self._restored_capacity = list(capacity)
 
+    def _with_states(
+        self, of_ranks: Mapping[int, BucketSet], states: Mapping[int, States]
+    ) -> list[tuple[BucketSet, States]]:
+        """Return the buckets of each rank with what is known of its states."""
+        if not self._comm.ranks.logical:
+            # A process that is one rank may have another number than before.
+            return list(zip(of_ranks.values(), states.values(), strict=False))
+        # Those of a process that is gone are found in the memory of its machine, or are lost, but for the shared ones.
+        others = shared(next(iter(states.values()), {}))
+        return [
+            (buckets, states.get(rank, others))
+            for rank, buckets in of_ranks.items()
+            if not any(bucket.state for bucket in buckets) or rank in states
+        ]
+
     def restored_names(self) -> set[str]:
         """Names of the parameters of which a checkpoint has a state, until there is a plan."""
-        return {name for arrays in self._restored.values() for name in arrays}
+        return {name for states in self._restored.values() for arrays in states.values() for name in arrays}
+
+
+def _lies_in_place(bucket: Bucket) -> bool:
+    """Tell if a gradient of the last loss lies where it is packed, or is missing."""
+    return bool((bucket.gradients.records["data"] == bucket.own_addresses).any())
 
 
 def check_apart(comm: Communicator, values: Mapping[str, np.ndarray]) -> None:

@@ -20,6 +20,7 @@ UNRECORDED = (
 def check_capture(engine: Engine, compressor: Compressor) -> None:
     """Raise ValueError for a step that cannot be captured."""
     comm, optimizer, accumulator, policy = engine.comm, engine.optimizer, engine.accumulator, engine.nonfinite.policy
+    engine.check_own_rank("a captured step")
     for hook in engine.hooks:
         if hook.host_only:
             raise ValueError(hook.host_only)

@@ -118,11 +118,11 @@ class Checkpointer:
         state = self.training.state() if state is None else state
         values = None if params is None else self._arrays_by_name(params)
         parameters = values and {n: device.host_copy(v) for n, v in values.items()}
-        of_all, of_rank = self.training.divide(state, parameters)
-        of_rank["extra"] = extra() if callable(extra) else extra
-        rank = self._comm.rank
-        pending.append(file.prepare(folder.file_of(place, rank), of_rank, about | {"rank": rank}))
-        if rank == 0:
+        of_all, of_ranks = self.training.divide(state, parameters)
+        own = {"extra": extra() if callable(extra) else extra}
+        for rank, of_rank in of_ranks.items():
+            pending.append(file.prepare(folder.file_of(place, rank), of_rank | own, about | {"rank": rank}))
+        if self._comm.rank == 0:
             pending.append(file.prepare(folder.file_of(place, None), of_all, about))
 
     def _on_rank_0(self, do: Callable[..., None], *arguments: Any) -> None:
@@ -189,7 +189,7 @@ class Checkpointer:
 
     def _read(self, place: Path, into: list[Any]) -> str:
         """Take in all that this rank needs of a checkpoint; return what is wrong with it, in JSON."""
-        comm = self._comm
+        ranks = self._comm.ranks
 
         def read(number: int | None) -> Any:
             path = folder.file_of(place, number)
@@ -200,12 +200,12 @@ class Checkpointer:
         try:
             about = folder.manifest(place)
             saved = about["world_size"]
-            if saved != comm.size:
-                self.note(f"{place}: {saved} ranks saved it, {comm.size} go on; the pending mean stays as it was")
-            of_all, of_rank = read(None), read(comm.rank % saved)
-            of_ranks = SavedRanks(saved, comm.rank, comm.size, of_rank, read)
+            if saved != ranks.size:
+                self.note(f"{place}: {saved} ranks saved it, {ranks.size} go on; the pending mean stays as it was")
+            of_all = read(None)
+            of_ranks = {r: SavedRanks(saved, r, ranks.size, read(r % saved), read) for r in ranks.here}
             state, parameters = self.training.unite(place, about, of_all, of_ranks)
-            into.append((state, parameters, of_rank["extra"]))
+            into.append((state, parameters, of_ranks[ranks.here[0]].mine["extra"]))
         except (CheckpointError, OSError) as error:
             return json.dumps(str(error))
         except (KeyError, TypeError, AttributeError) as error:

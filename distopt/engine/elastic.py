@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from distopt import device
+from distopt.buckets.shared_state import StateFolder
 from distopt.compress.state import pending
 from distopt.engine.buddies import Buddies
 from distopt.engine.parameters import Loss, iterable
@@ -32,10 +33,16 @@ class ElasticSteps:
         self._engine, self._undo, self.membership = engine, undo, engine.comm.membership
         parts = engine.comm, engine.store, engine.optimizer, engine.progress
         self.buddies = Buddies(*parts, undo) if buddy else None
+        if engine.comm.ranks.logical and engine.comm.gpu is None and (memory := job.memory()):
+            engine.store.state_folder = StateFolder.made(memory, lambda: self.membership.ended + 1)
+        self._tell()
 
     def step(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
         """Make one step as ``Engine.step``, and again if a rank is lost.  Collective."""
-        engine, again = self._engine, loss if isinstance(loss, list | tuple) else Replayed(loss)
+        engine, again = self._engine, loss
+        if not (engine.comm.ranks.logical or isinstance(loss, list | tuple)):
+            again = Replayed(loss)
+        engine.losses.packed.clear()
         shared = engine.store.sharded or engine.optimizer.shares_work
         if engine.comm.gpu is not None:
             # The last step is not made again.
@@ -85,8 +92,10 @@ class ElasticSteps:
 
     def _tell(self) -> None:
         """Say from time to time, where the launcher can read it, what would be lost with this rank."""
-        updates = self._engine.progress.updates
-        if updates % TELL == 0 and job.is_rank():
+        updates, folder = self._engine.progress.updates, self._engine.store.state_folder
+        if folder and not folder.full:
+            job.tell(job.ADOPTED)
+        elif updates and updates % TELL == 0 and job.is_rank():
             held = [x for bucket in self._engine.store.buckets for x in pending(bucket.state).values()]
             norm = math.sqrt(sum(float(np.vdot(x, x)) for x in map(device.host_copy, held)))
             job.tell(f"its residual (norm {norm:.3g} after step {updates})" if norm else "no residual")

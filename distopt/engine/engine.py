@@ -16,7 +16,7 @@ from distopt.comm.message import MessageTag
 from distopt.compress import Compressor
 from distopt.compress.base import check_compressor, interchangeable
 from distopt.engine.accumulation import GradientAccumulator
-from distopt.engine.agreement import Agreement, AllJoinedError, GradientReport, decode, describe
+from distopt.engine.agreement import Agreement, AllJoinedError, GradientReport, decode, describe, encode
 from distopt.engine.background import Background, Inline
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.elastic import ElasticSteps
@@ -26,6 +26,7 @@ from distopt.engine.nonfinite import NonfiniteGuard, policy
 from distopt.engine.overlap import Overlap
 from distopt.engine.parameters import Loss
 from distopt.engine.progress import Progress
+from distopt.engine.rank_losses import RankLosses
 from distopt.engine.reducers import Reducer, Reducers, StepContext, Unreduced
 from distopt.engine.spec import DENSE, NOTHING, Options, Outcome, StepSpec, Update
 from distopt.engine.undo import Undo
@@ -44,13 +45,15 @@ T = TypeVar("T")
 class Attempt:
     """A step on its way: what this rank has prepared of it, before all ranks vote."""
 
-    __slots__ = ("compressor", "error", "reducer", "spec", "undo")
+    __slots__ = ("compressor", "error", "missing", "reducer", "spec", "undo")
 
     def __init__(self, spec: StepSpec):
         self.spec = spec
         self.compressor: Compressor = DENSE
         self.reducer: Reducer | None = None
         self.error: Exception | None = None
+        # Of each rank that lives here, the parameters without a gradient (``GradientCollector.missing``).
+        self.missing = [0]
         # Puts back what buckets that have left before the vote have changed of what outlives the step.
         self.undo: Undo | None = None
 
@@ -77,6 +80,8 @@ class Engine:
         make_reducers: Callable[["Engine"], Reducers] | None = None,
     ):
         # kind, remedy, counted: for errors: the facade, what to do after a step that failed halfway, and an update.
+        if comm.ranks.logical and kind != "DistOpt":
+            raise ValueError(f"logical ranks must be those of a DistOpt, got {comm!r} for a {kind}")
         nonfinite = policy(options.nonfinite)
         # The threshold, in elements of a bucket, may be another one from the next step on.
         self.comm, self.options, self.kind = comm, options, kind
@@ -96,6 +101,7 @@ class Engine:
             overlaps=options.overlap,
             checked=options.num_batches if nonfinite.checks_finite else 0,
         )
+        self.losses = RankLosses(comm, self.progress)
         self.nonfinite = NonfiniteGuard(nonfinite, self.store, self.progress, self.optimizer)
         self.means = MeanGradients(comm, self.store, options.gradient_hook, options.clip_norm)
         self.hooks: list[StepHook] = []
@@ -173,7 +179,7 @@ class Engine:
             error = self.begin()
             try:
                 if error is None:
-                    store.clear_counts()
+                    store.clear_counts(store.of_ranks)
                     threshold = self.checked_threshold(spec)
                     self.step_context.begin(spec)
                     store.collector.collect(loss, *map(operator.attrgetter("wrap_loss"), self.hooks))
@@ -181,7 +187,8 @@ class Engine:
                     self.optimizer.follow(store.collector.order)
                     # They raise for a schedule that is out of its range.
                     self.optimizer.numbers()
-                    store.pack_all(1.0 / self.nonfinite.policy.divisor, True, spec.clip_value)
+                    scale = 1.0 / self.nonfinite.policy.divisor
+                    store.pack_all(self.comm.rank, scale, True, spec.clip_value)
             except Exception as e:
                 error = e
             if error or changed:
@@ -189,7 +196,7 @@ class Engine:
             # As a vote does.
             job.note(self.progress.name)
             found = store.check.nonfinite_gradients()
-            if found and not self.nonfinite.accepts(describe([{}] * self.comm.control.rank + [found])):
+            if found and not self.nonfinite.accepts(describe([*[{}] * self.comm.control.rank, *found])):
                 return False
             self.accumulator.missing = 0
             if missing := store.collector.missing if store.collector.allow_missing else 0:
@@ -220,12 +227,16 @@ class Engine:
     def prepare(self, loss: Loss, spec: StepSpec) -> Attempt:
         """Collect, check and pack this rank's gradients; what goes wrong is kept in the attempt, for the vote."""
         self.check_open()
-        attempt, overlap, store, failed = Attempt(spec), None, self.store, True
+        attempt, overlap, store, failed, ranks = Attempt(spec), None, self.store, True, self.comm.ranks
         attempt.error = self.begin()
         if attempt.error:
             return attempt
+        self.losses.agree()
+        # Gradients of a call that is made again, as processes were lost before its exchange, lie there already.
+        missing = dict(self.losses.packed) if ranks.by_process else {}
+        todo = [rank for rank in ranks.here if rank not in missing or rank not in store.of_ranks]
         try:
-            store.clear_counts()
+            store.clear_counts(todo)
             threshold = self.checked_threshold(spec)
             attempt.compressor = compressor = self.compressor_at_this_step(spec.compressor())
             if spec.over != "ranks":
@@ -240,13 +251,18 @@ class Engine:
             if self.reducers.may_overlap(compressor, spec, threshold):
                 overlap = self._begin_overlap(attempt)
                 watches.append(overlap.watch)
-            store.collector.collect(loss, *watches)
+            collector = store.collector
+            for rank in todo[:1]:
+                collector.collect(self.losses.of(loss, rank), *watches)
             if store.propose(threshold):
                 self.agreement.forget()
-                self.accumulator.bound(self.comm.size)
+                self.accumulator.bound(self.comm.ranks.size)
                 # Once more: there may be new parameters.
                 self.declare_numbers(compressor, spec.clock)
                 attempt.spec = spec = self.reducers.settled(compressor, asked)
+                if ranks.logical and not self.accumulator.batches:
+                    # A process that was killed may have left those of a step that it has made.
+                    self.accumulator.reset(store)
             if compressor.traits.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
             phases = None if compressor.traits.summable else self.reducers.two_phases(compressor, spec)
@@ -256,9 +272,15 @@ class Engine:
                 store.check_sizes(compressor)
             leaving = (overlap.buckets, overlap.sent) if overlap else None
             counts = not (spec.reduced and self.reducers.in_shared_memory(compressor))
-            store.pack_all(
-                1.0 / self.nonfinite.policy.divisor, counts, spec.clip_value, compressor.traits.has_hooks, leaving
-            )
+            scale, multipliers = 1.0 / self.nonfinite.policy.divisor, compressor.traits.has_hooks
+            for rank in todo:
+                if rank != todo[0]:
+                    collector.collect_again(self.losses.of(loss, rank), *watches)
+                store.pack_all(rank, scale, counts, spec.clip_value, multipliers, leaving)
+                missing[rank] = collector.missing if collector.allow_missing else 0
+                if self.undo and not store.lie_in_place(rank):
+                    self.losses.packed[rank] = missing[rank]
+            attempt.missing = [missing[rank] for rank in ranks.here]
             failed = False
         except Exception as error:
             attempt.error = error
@@ -277,20 +299,18 @@ class Engine:
         store, progress, spec = self.store, self.progress, attempt.spec
         report, self.missing_everywhere = "", frozenset()
         if not attempt.error:
-            found, missing = store.check.nonfinite_gradients(), 0
+            found, missing = store.check.nonfinite_gradients(), attempt.missing
             if spec.arrived:
                 arrived = spec.arrived()
-                missing = sum(1 << k for k, name in enumerate(store.collector.order) if name not in arrived)
-            elif store.collector.allow_missing:
-                missing = store.collector.missing
-            if found or missing:
-                report = GradientReport(found, missing).encoded()
+                missing = [sum(1 << k for k, name in enumerate(store.collector.order) if name not in arrived)]
+            if found or any(missing):
+                report = encode(map(GradientReport, found or [{}] * len(missing), missing))
         texts = self.agree(progress.name, progress.calls, attempt.error, report, doubts=store.check.doubts)
         doubted = self.comm.control.doubted
         if texts:
-            reports = decode(texts)
+            reports = decode(texts, self.comm.ranks)
             # The last ones: a rank that votes alone (local steps) has empty ones of those before it.
-            missing_of = [report.missing for report in reports][-self.comm.size :]
+            missing_of = [report.missing for report in reports][-self.comm.ranks.size :]
             if spec.arrived:
                 here = functools.reduce(operator.and_, missing_of)
                 self.missing_everywhere = {name for k, name in enumerate(store.collector.order) if here >> k & 1}
@@ -305,7 +325,7 @@ class Engine:
             if attempt.undo and attempt.spec.only is not None:
                 # As ``KeepStates`` does; other entries have had their places.
                 unchanged = store.collector.order.keys() - set(attempt.spec.only)
-                for bucket in store.buckets:
+                for bucket in store.all_buckets:
                     attempt.undo.undo_parts(bucket.state, functools.partial(bucket.views_of, unchanged))
         else:
             self.accumulator.missing = 0
@@ -315,6 +335,7 @@ class Engine:
     def go_on(self, compressor: Compressor, spec: StepSpec, doubted: bool, undo: Undo | None = None) -> None:
         """Go on with a step that all ranks make; ``doubted``: on some rank sums may overflow.  Collective."""
         store, progress = self.store, self.progress
+        self.losses.packed.clear()
         if store.apart_due:
             store.check_values_apart()
         # A copy, as a hook may take itself away.
@@ -368,7 +389,7 @@ class Engine:
             if not self.nonfinite.accepts(nonfinite):
                 return NOTHING
             reducer = Unreduced(store, self.compressor)
-        sums: Iterable[Reduced] | None = accumulator.add(buckets, reducer.reduce, store.skip_flag)
+        sums: Iterable[Reduced] | None = accumulator.add(store, reducer.reduce)
         if sums is None:
             self.settle_call(self.spec)
             return NOTHING
@@ -383,7 +404,7 @@ class Engine:
         """Return the reducer of a step, on which all ranks have agreed, and whose buckets have not left yet."""
         compressor, check_finite = self.compressor, self.nonfinite.policy.checks_finite
         if self.undo and (compressor.traits.stateful or self.accumulator.num_batches > 1):
-            for bucket in self.store.buckets:
+            for bucket in self.store.all_buckets:
                 self.undo.keep_state(bucket.state)
 
         def vote(report: str) -> list[str]:
@@ -400,7 +421,7 @@ class Engine:
         if not nonfinite:
             self.store.check.passed()
             return sums
-        self.accumulator.reset(self.store.buckets)
+        self.accumulator.reset(self.store)
         return sums if self.nonfinite.accepts(nonfinite) else None
 
     def update(self, sums: Iterable[Reduced], scale: float, spec: StepSpec) -> None:
@@ -421,7 +442,7 @@ class Engine:
         finally:
             if shared:
                 comm.barrier()
-        self.accumulator.reset(buckets, store.skip_flag)
+        self.accumulator.reset(store, store.skip_flag)
         self.count_update()
 
     def end_call(self, applied: bool) -> None:
@@ -435,6 +456,7 @@ class Engine:
 
     def join(self, repeat: Callable[[], object]) -> None:
         """Call ``repeat``, which makes this rank's last step again without gradients, until all ranks have joined."""
+        self.check_own_rank("join")
         collector, agreement = self.store.collector, self.agreement
         agreement.joined, missing = True, collector.allow_missing
         collector.allow_missing = True
@@ -511,15 +533,27 @@ class Engine:
 
     # -- checks
 
+    def check_own_rank(self, what: str) -> None:
+        """Raise ValueError for something that a process does as one rank, if it may have several."""
+        if self.comm.ranks.logical:
+            raise ValueError(f"{what} must be of processes that are one rank each, got {self.comm!r}")
+
     def checked_threshold(self, spec: StepSpec) -> int:
         """Return the threshold of a step; raise what forbids the step."""
         self.progress.check()
+        if not spec.reduced:
+            self.check_own_rank("a partial step")
         if self.accumulator.batches:
             self.accumulator.check(spec.reduced)
         if self.optimizer.shares_work:
             self.optimizer.check_step(spec.only is not None)
         if spec.exchange not in EXCHANGES:
             raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, got {spec.exchange!r}")
+        if spec.exchange == "nodes" and self.comm.ranks.logical:
+            raise ValueError(
+                f"exchange must be one of {', '.join(EXCHANGES[:-2])} with logical ranks, which depend on no host, got "
+                "'nodes'"
+            )
         if spec.exchange == "measure" and self.options.deterministic:
             raise ValueError(
                 f"exchange must be one of {', '.join(EXCHANGES[:-1])} with deterministic=True, got 'measure'"
@@ -621,8 +655,8 @@ class Engine:
             texts = self.agree(name, ~calls, report=report, part=", its outcome")
             if not texts and self.accumulator.exchanges == 1:
                 # The gradients were finite, and are in the window.
-                self.accumulator.reset(self.store.buckets)
-            found = describe([report.nonfinite for report in decode(texts)])
+                self.accumulator.reset(self.store)
+            found = describe([report.nonfinite for report in decode(texts, self.comm.ranks)])
             self.nonfinite.enforce(found or f"the sum over ranks ({entries} entries)")
 
     def sync_with_last_step(self) -> None:
@@ -652,7 +686,7 @@ class Engine:
                 same = bool(accumulator.reduced)
                 scale = means.clipped_scale(name, sums, scale, check_finite, unchanged, self.add_norms, same)
         except Exception:
-            accumulator.reset(self.store.buckets, self.store.skip_flag)
+            accumulator.reset(self.store, self.store.skip_flag)
             raise
         return sums, scale
 

@@ -40,7 +40,7 @@ def record_if_asked(engine: Engine) -> None:
 
 def watch_first_gradients(engine: Engine) -> None:
     """Warn if all ranks bring an engine the same gradients."""
-    if engine.comm.size > 1 and engine.comm.gpu is None and not engine.comm.membership:
+    if engine.comm.ranks.size > 1 and engine.comm.gpu is None and not engine.comm.membership:
         engine.hooks.append(FirstGradients(engine.hooks, engine.comm))
 
 
@@ -110,8 +110,11 @@ class Facade:
 
     def __repr__(self) -> str:
         """One line: the optimizer with its numbers as they are now, the rank, the steps so far, the chosen options."""
-        engine = self.engine
-        state = [f"rank {self._ranks.rank} of {self._ranks.size}", f"{self.step_counter} steps"]
+        engine, comm, ranks = self.engine, self._ranks, self._ranks.ranks
+        who = f"rank {comm.rank} of {comm.size}"
+        if ranks.logical:
+            who = f"ranks {', '.join(map(str, ranks.here))} of {ranks.size}, process {comm.rank} of {comm.size}"
+        state = [who, f"{self.step_counter} steps"]
         usual = inspect.signature(type(self)).parameters
         chosen = [f"{n}={v!r}" for n, v in self._arguments.items() if n in usual and v != usual[n].default]
         optimizer = str(engine.optimizer).removeprefix("optimizer ")
@@ -173,6 +176,7 @@ class Facade:
             1 0.5
             True
         """
+        self.engine.check_own_rank("observe")
         # Most trainings never ask.
         from distopt.lab.observe import observe
 
@@ -234,7 +238,7 @@ class Checkpointed(Facade):
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._ranks.size
+        return self._ranks.ranks.size
 
     @property
     def global_rank(self) -> int:

@@ -1,8 +1,9 @@
 """Find what is not finite in a step: by the host before the step goes on, or by the GPU while the host goes on."""
 
+import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -29,9 +30,9 @@ class NoCheck:
     # All ranks check the sums of the present step.
     doubted = False
 
-    def nonfinite_gradients(self) -> dict[str, str]:
-        """Name this rank's packed gradients that are not finite, for the vote (``BucketSet.nonfinite``)."""
-        return {}
+    def nonfinite_gradients(self) -> list[dict[str, str]]:
+        """Name packed gradients that are not finite, of each rank here (``BucketSet.nonfinite``); [] if all are."""
+        return []
 
     @property
     def doubts(self) -> bool:
@@ -80,8 +81,9 @@ class HostCheck(NoCheck):
     # Above STEPS: what a residual, or a velocity, leaves of the range when it is not in doubt.
     LEFT = 2.0**20
 
-    def __init__(self, buckets: BucketSet, gradients: int):
-        self._buckets = buckets
+    def __init__(self, of_ranks: Sequence[BucketSet], gradients: int):
+        # of_ranks: the buckets of the ranks that live here.
+        self._of_ranks, self._buckets = of_ranks, list(itertools.chain.from_iterable(of_ranks))
         self._sums = 2.0 ** math.ceil(math.log2(gradients))
         self.headroom = self._sums * self.SPARE
         self.doubted = self._large_states = True
@@ -89,8 +91,11 @@ class HostCheck(NoCheck):
         # What outlives the step, while its sums are in doubt.
         self._undo: Undo | None = None
 
-    def nonfinite_gradients(self) -> dict[str, str]:
-        return self._buckets.nonfinite() if self._buckets.bad.nonzero()[0].size else {}
+    def nonfinite_gradients(self) -> list[dict[str, str]]:
+        for buckets in self._of_ranks:
+            if buckets.bad.nonzero()[0].size:
+                return [of_rank.nonfinite() for of_rank in self._of_ranks]
+        return []
 
     @property
     def doubts(self) -> bool:

@@ -108,27 +108,31 @@ class FirstGradients(StepHook):
     ENTRIES = 4096
     TEXT = (
         "the first gradients are the same on all %d ranks, bit by bit: if each rank is to have data of its own, it "
-        "does not (share the data out by world.rank; random numbers need a seed for each rank)"
+        "does not (share the data out by world.rank, or by the rank that the loss of a logical one is called with; "
+        "random numbers need a seed for each rank)"
     )
 
     def __init__(self, hooks: list[StepHook], comm: Communicator):
         self._hooks, self._comm = hooks, comm
-        # Checksum of what has come; 0 for nothing but zeros.
-        self._sum = 0
+        # Of each rank that lives here, the checksum of what has come; 0 for nothing but zeros.
+        self._sums: list[int] = []
 
     def wrap_loss(self, pairs: Iterable[Any]) -> Iterator[Any]:
         """Pass on the pairs; each gradient is looked at before anybody else sees it."""
+        self._sums.append(0)
         for pair in pairs:
             grad = pair[1] if isinstance(pair, tuple | list) and len(pair) == 2 else None
             if isinstance(grad, np.ndarray):
                 begin = grad.flat[: self.ENTRIES]
                 if begin.any():
-                    self._sum = zlib.crc32(begin.view(np.uint8).data, self._sum)
+                    self._sums[-1] = zlib.crc32(begin.view(np.uint8).data, self._sums[-1])
             yield pair
 
     def after_vote(self, collector: GradientCollector, optimizer: Any) -> None:
         """Compare the ranks' checksums, once; a rank that fails later in its step has done so too.  Collective."""
         self._hooks.remove(self)
-        sums = self._comm.control.gather(str(self._sum))
-        if self._comm.rank == 0 and self._sum and len(set(sums)) == 1:
-            LOG.warning("distopt: " + self.TEXT, len(sums))
+        ranks = self._comm.ranks
+        texts = self._comm.control.gather(" ".join(map(str, self._sums[-len(ranks.here) :])))
+        sums = set(" ".join(texts).split())
+        if self._comm.rank == 0 and len(sums) == 1 and sums != {"0"}:
+            LOG.warning("distopt: " + self.TEXT, ranks.size)

@@ -1,7 +1,7 @@
 """What a checkpoint holds of local steps."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -187,11 +187,14 @@ class LocalState(TrainingState):
             "window_of_sums": False,
         }
 
-    def divide(self, state: Tree, parameters: Any) -> tuple[Tree, Tree]:
+    def divide(self, state: Tree, parameters: Any) -> tuple[Tree, dict[int, Tree]]:
         residuals = [saved["outer"].pop("states") for saved in state["fragments"]]
-        return state, {"inner": state.pop("inner"), "parameters": parameters, "residuals": residuals}
+        of_rank = {"inner": state.pop("inner"), "parameters": parameters, "residuals": residuals}
+        return state, {self.comm.rank: of_rank}
 
-    def unite(self, place: Path, facts: Tree, of_all: Tree, of_ranks: SavedRanks) -> tuple[Tree, Any]:
+    def unite(self, place: Path, facts: Tree, of_all: Tree, ranks: Mapping[int, SavedRanks]) -> tuple[Tree, Any]:
+        (of_ranks,) = ranks.values()
+
         def residuals(number: int) -> States:
             return of_ranks.states(lambda tree: tree["residuals"][number])
 

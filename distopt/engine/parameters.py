@@ -192,6 +192,18 @@ class GradientCollector:
         if recognised and isinstance(arrived, LazyPairs):
             self._refuse_reused()
 
+    def collect_again(self, loss: Any, *watches: Watch) -> None:
+        """Take in the gradients of the same parameters that another rank has; raise for the first wrong one."""
+        first = self.values.addresses
+        self.collect(loss, *watches)
+        for k in np.flatnonzero(self.values.addresses != first):
+            name, known = list(self.order.items())[k]
+            if known.value.nbytes:
+                raise ValueError(
+                    f"{name} must be the first rank's array, got another one; the ranks of a process have one model, "
+                    "whose parameters all their losses give"
+                )
+
     def read(self, loss: Any, *watches: Watch) -> list[Any]:
         """Return the pairs of a loss; of one that yields without end, no more than show that one is given twice."""
         pairs = iterable(loss)

@@ -61,7 +61,7 @@ class PartialSteps:
         store, progress = engine.store, engine.progress
         if engine.agreement.joined:
             # This rank's own parameters stay, but for what others average.
-            engine.accumulator.reset(store.buckets, store.skip_flag)
+            engine.accumulator.reset(store, store.skip_flag)
             engine.count_update()
         else:
             engine.update(sums, scale, spec)

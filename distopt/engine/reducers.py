@@ -5,7 +5,7 @@ import collections
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, Ex
 from distopt.compress.base import payload_nbytes
 from distopt.compress.context import Senders
 from distopt.compress.shards import ElementShards
-from distopt.compress.state import OWED, State, pending, prefixed, settle
+from distopt.compress.state import OWED, State, pending, prefixed, settle, shared
 from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
@@ -55,7 +55,7 @@ from distopt.exchange.hierarchical import (
     share_inside,
     sum_inside,
 )
-from distopt.exchange.program import Exchange, OfArray, in_turn, run
+from distopt.exchange.program import Exchange, OfArray, in_turn, run, run_together
 from distopt.exchange.sharding import ShardBounds
 from distopt.exchange.shared_memory import describe, nonfinite
 from distopt.exchange.two_phase import Owned, two_phase_program
@@ -228,6 +228,65 @@ class TwoPhaseReducer(Unreduced):
                 compressor.finish(x, state, context)
 
 
+class TogetherReducer(Unreduced):
+    """Reduce the buckets of all ranks that live in this process, whose programs go on in lock step."""
+
+    # The sums lie in the last rank's buckets.
+
+    def __init__(
+        self,
+        phases: TwoPhase | None,
+        compressor: Compressor,
+        spec: StepSpec,
+        comm: Communicator,
+        step_context: "StepContext",
+        owned: Mapping[int, Owned],
+        bounds: ShardBounds,
+    ):
+        # owned: by rank.
+        super().__init__(step_context.store, compressor)
+        self._phases, self._compressor, self._comm, self._step_context = phases, compressor, comm, step_context
+        self._break_even, self._owned, self._bounds = spec.break_even and spec.over == "ranks", owned, bounds
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        compressor, comm, step, phases = self._compressor, self._comm, self._step_context, self._phases
+        of_ranks = {
+            rank: [step.travelling_bucket(bucket, bucket.gradient, comm, compressor, rank=rank) for bucket in buckets]
+            for rank, buckets in self._store.of_ranks.items()
+        }
+        last = of_ranks[comm.ranks.here[-1]]
+        if compressor.traits.has_hooks:
+            for number, (x, state, context, _) in enumerate(last):
+                compressor.begin(x, state, context)
+                for travelling, (name, array) in itertools.product(of_ranks.values(), shared(state).items()):
+                    travelling[number][1][name] = array
+        together = phases.buckets if phases else ()
+        if phases:
+            programs = [
+                two_phase_program(
+                    [travelling[k] for k in together],
+                    compressor,
+                    phases.codec,
+                    comm,
+                    self._owned[rank],
+                    self._bounds,
+                    step.tag(),
+                )
+                for rank, travelling in of_ranks.items()
+            ]
+            run_together(programs, comm)
+        for number in set(range(len(last))).difference(together):
+            buckets = [travelling[number] for travelling in of_ranks.values()]
+            for x, state, context, _ in buckets if compressor.traits.stateful else ():
+                settle(x, state, skip_flag=context.skip_flag)
+            with comm.tagged(last[number][-1]):
+                run_together([program_of(bucket, compressor, self._break_even) for bucket in buckets], comm)
+        if compressor.traits.has_hooks:
+            for x, state, context, _ in last:
+                compressor.finish(x, state, context)
+        return map(unsharded, arrays)
+
+
 class NodeReducer(Unreduced):
     """Sum inside each node, and exchange the sums between nodes; each rank of a node does so for its own buckets."""
 
@@ -371,7 +430,7 @@ class KeepStates(Reducer):
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         undo, known = Undo(), list[set[str]]()
-        for bucket in self._store.buckets:
+        for bucket in self._store.all_buckets:
             if not self._names.isdisjoint(bucket.spec.names) and self._compressor.traits.stateful:
                 state = prefixed(bucket.state, self._compressor.traits)
                 settle(bucket.gradient, state, skip_flag=self._store.skip_flag)
@@ -383,7 +442,7 @@ class KeepStates(Reducer):
         yield from self._reducer.reduce(arrays)
         self._comm.wait()
         undo.undo()
-        for bucket, before in zip(self._store.buckets, known, strict=True):
+        for bucket, before in zip(self._store.all_buckets, known, strict=True):
             for place in self._places(bucket, [flat for kind, flat in bucket.state.items() if kind not in before]):
                 device.clear(place)
 
@@ -518,10 +577,18 @@ class StepContext:
         return MessageTag("gradients", self._progress.updates + 1, bucket.number, bucket.gradients)
 
     def travelling_bucket(
-        self, bucket: Bucket, x: np.ndarray, comm: Communicator, compressor: Compressor, text: str = ""
+        self,
+        bucket: Bucket,
+        x: np.ndarray,
+        comm: Communicator,
+        compressor: Compressor,
+        text: str = "",
+        rank: int | None = None,
     ) -> TravellingBucket:
-        """Return a bucket as exchanges take it."""
+        """Return a bucket as exchanges take it, of a rank that lives here, by default the process's own."""
         context = self.exchange_context(bucket, comm, compressor, text)
+        if rank is not None:
+            context = context._replace(rank=rank, size=comm.ranks.size)
         return x, prefixed(bucket.state, compressor.traits), context, self.tag(bucket)
 
     def exchange_context(
@@ -586,8 +653,8 @@ class Reducers:
         self._phases: TwoPhase | None = None
         # The last compressor of a budget, and what it depended on.
         self._fitted: tuple[Any, ...] = (None,) * 4
-        # Of each bucket, what this rank owned of it in the last exchange of two phases.
-        self._owned: Owned = {}
+        # Of each rank that lives here, what it owned of each bucket in the last exchange of two phases.
+        self._owned = collections.defaultdict[int, Owned](dict)
         # What the last exchange by nodes depended on.
         self._node_asked: tuple[Any, ...] = (None,) * 3
         self._node_plan: NodeExchange | None = None
@@ -651,6 +718,8 @@ class Reducers:
         store = self._step_context.store
         if (
             not (self.overlap and spec.reduced and self._accumulator.num_batches == 1)
+            # The last rank here has brought its gradients when the others' have long been packed.
+            or self._comm.ranks.by_process
             or compressor.traits.budget is not None
             # Which reads parameters, and their multipliers: where these are is known with the last gradient.
             or compressor.traits.has_hooks
@@ -684,7 +753,7 @@ class Reducers:
             if plan:
                 self._move_states(plan, nodes_of(beside))
             weighs = spec.divisor is None and spec.over == "ranks"
-            return self._accumulator.brought / self._comm.size if weighs else 1.0
+            return self._accumulator.brought / self._comm.ranks.size if weighs else 1.0
 
         return EarlyStates(reducer, undo, begin)
 
@@ -710,7 +779,7 @@ class Reducers:
         if self._fitted[0] is not compressor or self._fitted[1] is not buckets or self._fitted[2] != asked:
             plan = [bucket.gradients for bucket in buckets]
             sizes = node_sizes(self._comm.hosts) if spec.exchange == "nodes" else ()
-            fitted = within(nbytes, compressor, plan, self._comm.size, spec.break_even, spec.exchange, sizes)
+            fitted = within(nbytes, compressor, plan, self._comm.ranks.size, spec.break_even, spec.exchange, sizes)
             self._fitted = compressor, buckets, asked, fitted
         found: Compressor = self._fitted[3]
         return found
@@ -723,7 +792,7 @@ class Reducers:
         asked = (buckets, compressor, spec.exchange, spec.break_even)
         if not all(map(operator.is_, asked, self._asked)):
             plan = [bucket.gradients for bucket in buckets]
-            self._phases = two_phases(spec.exchange, compressor, plan, self._comm.size, spec.break_even)
+            self._phases = two_phases(spec.exchange, compressor, plan, self._comm.ranks.size, spec.break_even)
             self._asked = asked
         return self._phases
 
@@ -763,7 +832,7 @@ class Reducers:
         nodes, by_bucket = self.by_nodes(compressor, spec), self._by_bucket(compressor)
         if compressor.traits.summable and not nodes:
             return ""
-        phases, size = self.two_phases(compressor, spec), self._comm.size
+        phases, size = self.two_phases(compressor, spec), self._comm.ranks.size
         plan = [bucket.gradients for bucket in self._step_context.store.buckets]
         if nodes:
             taken, found = "nodes", nodes.describe(plan, node_sizes(self._comm.hosts), by_bucket)
@@ -782,12 +851,16 @@ class Reducers:
         reducer: Reducer
         if not spec.reduced:
             return LocalGradients()
-        alone = self._comm.size == 1 and type(compressor) is Dense and not step.payloads_wanted
+        ranks = self._comm.ranks
+        alone = ranks.size == 1 and type(compressor) is Dense and not step.payloads_wanted
         # A wrapper's ledger has the sums of one rank too.
         if alone and self._comm.unwrapped is self._comm:
             return Unreduced(store, compressor)
         unchanged = frozenset[str]() if spec.only is None else store.collector.order.keys() - set(spec.only)
-        if self.in_shared_memory(compressor):
+        if ranks.by_process:
+            phases = self.two_phases(compressor, spec)
+            reducer = TogetherReducer(phases, compressor, spec, self._comm, step, self._owned, self.bounds)
+        elif self.in_shared_memory(compressor):
             reducer = SharedMemoryReducer(self._comm, step, check_finite, vote, self._everywhere, unchanged)
         elif plan := self.by_nodes(compressor, spec):
             nodes = nodes_of(self._comm)
@@ -808,7 +881,7 @@ class Reducers:
             ):
                 reducer = SharedHalfReducer(compressor, self._comm, step, reducer)
         if compressor.traits.stateful and spec.divisor is None and spec.over == "ranks":
-            weight = self._accumulator.expected / (self._comm.size * self._accumulator.num_batches)
+            weight = self._accumulator.expected / (ranks.size * self._accumulator.num_batches)
             reducer = reducer if weight == 1 else WeighStates(reducer, self._comm, store, weight)
         return KeepStates(reducer, compressor, self._comm, store, unchanged) if unchanged else reducer
 
@@ -838,4 +911,5 @@ class Reducers:
         if phases is None:
             return collective
         alone = self._by_bucket(compressor)
-        return TwoPhaseReducer(phases, compressor, comm, self._step_context, self._owned, bounds, collective, alone)
+        owned = self._owned[self._comm.rank]
+        return TwoPhaseReducer(phases, compressor, comm, self._step_context, owned, bounds, collective, alone)

@@ -66,7 +66,7 @@ class Options(NamedTuple):
             clip_norm=None if options.clip_norm is None else check_bound("clip_norm", options.clip_norm),
             gradient_hook=check_callable("gradient_hook", options.gradient_hook, "(param, mean) pairs"),
             buddy=check_bool("buddy", options.buddy),
-            deterministic=check_bool("deterministic", options.deterministic),
+            deterministic=check_bool("deterministic", options.deterministic) or comm.ranks.logical,
         )
 
     def lines(self, comm: Communicator) -> list[str]:
@@ -75,6 +75,7 @@ class Options(NamedTuple):
         return [
             ", ".join(f"{name}={getattr(self, name)!r}" for name in names),
             "sums in rank order" if comm.rank_ordered else "sums in any order",
+            f"logical={comm.ranks.size if comm.ranks.logical else None}",
             f"overlap={self.overlap}",
             f"clip_norm={self.clip_norm}",
             "a gradient hook" if self.gradient_hook else "no gradient hook",
@@ -142,7 +143,7 @@ def _overlaps(overlap: str | bool, comm: Communicator) -> bool:
     """Decide 'auto': overlap pays where ranks sit on several machines, or have GPUs."""
     if not isinstance(overlap, bool) and not (isinstance(overlap, str) and overlap == "auto"):
         raise ValueError(f"overlap must be 'auto', True or False, got {overlap!r}")
-    if comm.size == 1 and not comm.membership:
+    if comm.ranks.by_process or (comm.size == 1 and not comm.membership):
         return False
     if overlap is True and not comm.may_overlap:
         raise ValueError(

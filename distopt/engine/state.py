@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from distopt.engine.views import share_with_newcomers
 from distopt.kernels.layout import BucketLayout
 
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
+# In the place of a rank, for a process that joins and does not have its ranks yet.
+SHARED = "shared"
 ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "borders", "states", "optimizer")
 
 
@@ -48,21 +50,23 @@ def state_dict(engine: Engine) -> dict[str, Any]:
 
 def _state(engine: Engine) -> dict[str, Any]:
     store, progress, accumulator, policy = engine.store, engine.progress, engine.accumulator, engine.nonfinite.policy
-    measured = engine.reducers.measured.state()
+    measured, states = engine.reducers.measured.state(), dict[str, States]()
+    for rank, kept in store.states().items():
+        of_rank = {state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in kept.items()}
+        states[str(rank)] = of_rank
     return ({"measured": measured} if measured else {}) | {
         "step_counter": progress.updates,
         "num_batches": accumulator.num_batches,
         "batches": accumulator.batches,
-        "contributions": accumulator.num_gradients / engine.comm.size,
+        "contributions": accumulator.num_gradients / engine.comm.ranks.size,
         "partial": progress.partial,
         "skipped": policy.skipped,
         "skips_in_a_row": policy.in_a_row,
         "loss_scale": policy.state(),
         "rooms": store.capacity.state() if store.capacity else [],
         "borders": list(engine.reducers.bounds.starts_at(progress.updates)),
-        "states": {
-            state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in store.states().items()
-        },
+        "states": states if engine.comm.ranks.logical else next(iter(states.values()), {}),
+        **({"seeds": engine.losses.seeds} if engine.comm.ranks.logical else {}),
         "optimizer": engine.optimizer.state_dict(
             (lambda members, flat, number: _gathered(members, flat, number, engine.comm)) if store.sharded else None
         ),
@@ -103,11 +107,12 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
         if engine.buddies:
             engine.buddies.forget()
         store.restore(states, state["rooms"])
+        engine.losses.seeds = list(state.get("seeds", []))
         engine.reducers.bounds.restore(tuple(state.get("borders", ())))
         engine.reducers.measured.restore(state.get("measured", []))
         progress.updates, progress.partial = state["step_counter"], state["partial"]
         engine.nonfinite.pop_refused()
-        gradients = state["contributions"] * engine.comm.size
+        gradients = state["contributions"] * engine.comm.ranks.size
         # A number of gradients, unless other ranks saved it.
         whole_gradients = float(round(gradients))
         accumulator.batches, accumulator.reduced = state["batches"], None
@@ -117,9 +122,9 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
         store.mark_stream()
 
 
-def check_state(engine: Engine, state: dict[str, Any]) -> States:
-    """Return copies of the buckets' states; raise ValueError for a state that training cannot go on from."""
-    if {*state, "borders"} - {"measured"} != set(ENTRIES):
+def check_state(engine: Engine, state: dict[str, Any]) -> dict[int, States]:
+    """Return copies of the buckets' states, by rank; raise ValueError for a state that training cannot go on from."""
+    if {*state, "borders"} - {"measured", "seeds"} != set(ENTRIES):
         # Older states have no borders: their shards are of as many elements.
         raise ValueError(f"the entries of a state must be {sorted(ENTRIES)}, got {sorted(state)}")
     for name in COUNTS:
@@ -145,13 +150,24 @@ def check_state(engine: Engine, state: dict[str, Any]) -> States:
     if borders[:1] not in ([], [0]) or borders != sorted(borders):
         raise ValueError(f"borders must ascend from 0, got {borders}")
     check_measured(state.get("measured", []))
-    by_state = state["states"]
-    for arrays in (by_state, *(by_state.values() if isinstance(by_state, dict) else ())):
-        if not isinstance(arrays, dict):
-            raise ValueError(f"states must be a dict of dicts of arrays, got {type(arrays).__name__}")
-    states = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in by_state.items()}
+    for seed in state.get("seeds", []):
+        check_int("seeds", seed, least=0)
+    ranks, kept = engine.comm.ranks, state["states"]
+    by_rank = kept if ranks.logical else {str(rank): kept for rank in ranks.here}
+    if not isinstance(by_rank, dict) or set(by_rank) not in (set(map(str, ranks.here)), {SHARED}):
+        got = sorted(by_rank) if isinstance(by_rank, dict) else type(by_rank).__name__
+        raise ValueError(f"states must be those of the logical ranks {list(ranks.here)} that live here, got {got}")
+    states = {-1 if rank == SHARED else int(rank): _copies(kept) for rank, kept in by_rank.items()}
     engine.store.check_states(states)
     return states
+
+
+def _copies(states: Any) -> States:
+    """Return copies of the buckets' states of one rank."""
+    for arrays in (states, *(states.values() if isinstance(states, dict) else ())):
+        if not isinstance(arrays, dict):
+            raise ValueError(f"states must be a dict of dicts of arrays, got {type(arrays).__name__}")
+    return {state: {n: np.array(a) for n, a in arrays.items()} for state, arrays in states.items()}
 
 
 class EngineState(TrainingState):
@@ -188,6 +204,8 @@ class EngineState(TrainingState):
         return state_dict(self._engine)
 
     def for_joiner(self, state: Tree) -> Tree:
+        if self.comm.ranks.logical:
+            return state | {"states": {SHARED: shared(next(iter(state["states"].values()), {}))}}
         return state | {"states": shared(state["states"])}
 
     def share_with_newcomers(self) -> None:
@@ -210,7 +228,7 @@ class EngineState(TrainingState):
         # The first call was of a partial step.
         own_calls = accumulator.batches > 0 and accumulator.reduced is False
         return {
-            "world_size": self.comm.size,
+            "world_size": self.comm.ranks.size,
             "step": self.step,
             "options": [*self.options, f"threshold={self._engine.threshold}"],
             "optimizer": optimizer_text(self._engine.optimizer.opt),
@@ -219,24 +237,32 @@ class EngineState(TrainingState):
             and (accumulator.reduced is True or not (partial or own_calls)),
         }
 
-    def divide(self, state: Tree, parameters: Arrays | None) -> tuple[Tree, Tree]:
-        of_rank = {"states": state.pop("states")}
+    def divide(self, state: Tree, parameters: Arrays | None) -> tuple[Tree, dict[int, Tree]]:
+        ranks, states = self.comm.ranks, state.pop("states")
+        of_ranks = {r: {"states": states.get(str(r), {}) if ranks.logical else states} for r in ranks.here}
         model = {"optimizer": state.pop("optimizer"), "parameters": parameters}
-        return (state, of_rank | model) if self.facts()["ranks_differ"] else (state | model, of_rank)
+        if self.facts()["ranks_differ"]:
+            return state, {rank: of_rank | model for rank, of_rank in of_ranks.items()}
+        return state | model, of_ranks
 
-    def unite(self, place: Path, facts: Tree, of_all: Tree, of_ranks: SavedRanks) -> tuple[Tree, Arrays | None]:
+    def unite(
+        self, place: Path, facts: Tree, of_all: Tree, ranks: Mapping[int, SavedRanks]
+    ) -> tuple[Tree, Arrays | None]:
         mine = self._engine.accumulator.sync_on_apply
         if of_all["batches"] and facts["window_of_sums"] == mine and not facts["ranks_differ"]:
             raise ValueError(
                 f"sync_on_apply must be {not mine} to go on from {place}, which was saved in the middle of a window, "
                 f"got {mine}"
             )
-        differ, sums = facts["ranks_differ"], facts["window_of_sums"]
-        if differ:
-            # The states too, as a window's gradients may be for a step of each rank's own.
-            means = ("optimizer", "parameters", "states")
-            of_all = of_all | of_ranks.own(lambda tree: {name: tree[name] for name in means})
-        if sums or not differ:
-            of_all = of_all | {"states": of_ranks.states(lambda tree: tree["states"], sums)}
+        differ, sums, states = facts["ranks_differ"], facts["window_of_sums"], dict[str, Any]()
+        # The states too, as a window's gradients may be for a step of each rank's own.
+        means = ("optimizer", "parameters", "states")
+        for rank, of_ranks in ranks.items():
+            if differ:
+                of_all = of_all | of_ranks.own(lambda tree: {name: tree[name] for name in means})
+                states[str(rank)] = of_all["states"]
+            if sums or not differ:
+                states[str(rank)] = of_ranks.states(lambda tree: tree["states"], sums)
+        (*_, of_last) = states.values()
         parameters = of_all.pop("parameters")
-        return of_all, parameters
+        return of_all | {"states": states if self.comm.ranks.logical else of_last}, parameters

@@ -1,7 +1,7 @@
 """The interface of what a checkpoint holds of a training."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -92,13 +92,15 @@ class TrainingState(abc.ABC):
         """Return a context that writes parameters; if that is interrupted, training cannot go on."""
 
     @abc.abstractmethod
-    def divide(self, state: Tree, parameters: Arrays | None) -> tuple[Tree, Tree]:
-        """Divide a state and parameters into what is the same on all ranks, and what each has of its own."""
+    def divide(self, state: Tree, parameters: Arrays | None) -> tuple[Tree, dict[int, Tree]]:
+        """Divide a state and parameters into what is the same on all ranks, and what each that lives here has alone."""
 
     @abc.abstractmethod
-    def unite(self, place: Path, facts: Tree, of_all: Tree, of_ranks: SavedRanks) -> tuple[Tree, Arrays | None]:
+    def unite(
+        self, place: Path, facts: Tree, of_all: Tree, ranks: Mapping[int, SavedRanks]
+    ) -> tuple[Tree, Arrays | None]:
         """Return the state and the parameters of which ``divide``, on other ranks maybe, has made parts."""
-        # place: the checkpoint, for errors.
+        # place: the checkpoint, for errors; ranks: what each rank that lives here goes on from.
 
 
 def optimizer_text(opt: Any) -> str:

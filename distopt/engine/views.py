@@ -82,6 +82,7 @@ def gradient_views(
 def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any] = ()) -> list[np.ndarray]:
     """``DistOpt.parameter_views``.  Collective, unless they are shared already."""
     comm, store = engine.comm, engine.store
+    engine.check_own_rank("parameter_views")
 
     def check(names: list[str]) -> None:
         _check_wide(engine, names)

@@ -1,6 +1,7 @@
 """Payloads that cannot be added on the wire: all of them to all ranks, and the sum is formed there, in rank order."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from distopt.comm import Communicator, byte_counts
 from distopt.comm.communicator import Phases, split
+from distopt.comm.logical import gather_of_ranks
 from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import layout_of
@@ -38,17 +40,37 @@ class Gather(NamedTuple):
     tag: MessageTag
 
     def over(self, comm: Communicator) -> SumOfPayloads:
-        payload, x, compressor, context, tag = self
-        data = payload.reshape(-1).view(np.uint8)  # it travels as bytes, whatever its dtype is
-        with comm.tagged(tag._replace(breakdown=lambda _: compressor.breakdown(payload, x, context))):
-            if compressor.traits.ragged and context.capacity is None:
-                return self._sum_of(comm.all_gather(data, ragged=True))
-            return self._sum_of(comm.all_gather(data, into=self._room(comm)))
+        with self._tagged(comm):
+            if self.ragged:
+                return self._sum_of(comm.all_gather(self._data, ragged=True))
+            return self._sum_of(comm.all_gather(self._data, into=self._room(comm)))
 
     def phases(self, comm: Communicator, turn: int) -> Phases:
-        data = self.payload.reshape(-1).view(np.uint8)
+        data = self._data
         received = split(self._room(comm), [data.size] * comm.size)
         return self._sum_of((yield from comm.exchange_in_phases("all_gather", [data] * comm.size, received, turn)))
+
+    @staticmethod
+    def of_ranks(asked: Sequence["Gather"], comm: Communicator) -> list[SumOfPayloads]:
+        last = asked[-1]
+        lengths = None if last.ragged else [last.payload.nbytes] * last.context.size
+        with last._tagged(comm):
+            return [last._sum_of(gather_of_ranks(comm, [request._data for request in asked], lengths))]
+
+    @property
+    def ragged(self) -> bool:
+        """Whether ranks have payloads of other lengths."""
+        return self.compressor.traits.ragged and self.context.capacity is None
+
+    @property
+    def _data(self) -> np.ndarray:
+        """The payload as it travels: as bytes, whatever its dtype is."""
+        data: np.ndarray = self.payload.reshape(-1).view(np.uint8)
+        return data
+
+    def _tagged(self, comm: Communicator) -> AbstractContextManager[None]:
+        payload, x, compressor, context, tag = self
+        return comm.tagged(tag._replace(breakdown=lambda _: compressor.breakdown(payload, x, context)))
 
     def _room(self, comm: Communicator) -> np.ndarray:
         """Return memory for the payloads of all ranks, where they are of the same length."""
@@ -79,8 +101,7 @@ def sum_payloads(
         return
     if break_even:
         # all ranks learn all lengths, so that they decide alike; what is sent does not depend on it
-        ragged = compressor.traits.ragged and context.capacity is None
-        gathered = sum((yield Lengths(payload.nbytes))) if ragged else payload.nbytes * context.size
+        gathered = sum((yield Lengths(payload.nbytes))) if asked.ragged else payload.nbytes * context.size
         sent = byte_counts.all_gather(gathered, context.size)
         if summed is not None:
             sent += byte_counts.all_reduce(summed.x.nbytes, context.size)

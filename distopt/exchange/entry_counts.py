@@ -7,24 +7,10 @@ import numpy as np
 
 from distopt import device
 from distopt.comm import Communicator
+from distopt.comm.message import ALIGNED, message_bytes
 from distopt.compress import ExchangeContext
 from distopt.compress.shards import Payload, Piece, ShardCodec, parts
 from distopt.exchange.sharding import Sharding
-
-ALIGNED = 8  # a payload in a message begins at a multiple of so many bytes
-
-
-def message_bytes(payloads: Sequence[int]) -> int:
-    """Return the bytes of a message with payloads of these bytes.
-
-    Example:
-        >>> message_bytes([19, 4])
-        28
-    """
-    end = 0
-    for nbytes in payloads:
-        end = -(-end // ALIGNED) * ALIGNED + nbytes
-    return end
 
 
 class PlaceCounts:

@@ -1,19 +1,21 @@
 """An exchange is a program: a generator that yields what it asks of the other ranks, and is sent their answer.
 
 Whoever runs it answers: a communicator here; ``distopt.lab``, which runs the programs of many ranks in one process, and
-counts bytes without data.  What a rank computes in between stands in the programs alone.
+counts bytes without data.  What a rank computes in between stands in the programs alone.  Where several ranks live in a
+process, their programs go on in lock step, and what they ask for at once is one message between processes.
 """
 
 import collections
 import contextlib
 import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from distopt.comm import Communicator
 from distopt.comm.communicator import UNDER_WAY, Phases
+from distopt.comm.logical import numbers_of_ranks, sum_of_ranks
 from distopt.comm.message import MessageTag
 
 
@@ -22,6 +24,13 @@ class Request(Protocol):
 
     def over(self, comm: Communicator) -> Any:
         """Return the answer.  Collective."""
+
+    @staticmethod
+    def of_ranks(asked: Sequence[Any], comm: Communicator) -> list[Any]:
+        """Return the answers to what the ranks that live here ask for, or only the last one's.  Collective.
+
+        They have the buckets' sums together, so that the last rank alone goes on to write them.
+        """
 
 
 Exchange = Generator[Request, Any, None]
@@ -59,6 +68,12 @@ class Sum(NamedTuple):
     def phases(self, comm: Communicator, turn: int) -> Phases:
         return comm.sum_in_phases(self.x, turn)
 
+    @staticmethod
+    def of_ranks(asked: Sequence["Sum"], comm: Communicator) -> list[None]:
+        with contextlib.nullcontext() if asked[-1].tag is None else comm.tagged(asked[-1].tag):
+            sum_of_ranks(comm, [request.x for request in asked])
+        return [None] * (1 if asked[-1].last else len(asked))
+
 
 class Lengths(NamedTuple):
     """Asks for the bytes of all ranks' payloads, in rank order, and tells those of this one."""
@@ -67,6 +82,10 @@ class Lengths(NamedTuple):
 
     def over(self, comm: Communicator) -> list[int]:
         return comm.lengths(self.nbytes)
+
+    @staticmethod
+    def of_ranks(asked: Sequence["Lengths"], comm: Communicator) -> list[list[int]]:
+        return [numbers_of_ranks(comm, [request.nbytes for request in asked])] * len(asked)
 
 
 def run(exchange: Exchange, comm: Communicator) -> None:
@@ -79,6 +98,16 @@ def run(exchange: Exchange, comm: Communicator) -> None:
             except StopIteration:
                 return
             answer = asked.over(comm)
+
+
+def run_together(exchanges: Sequence[Exchange], comm: Communicator) -> None:
+    """Run the programs of the ranks that live here, in their order, of which the last one ends.  Collective."""
+    going, answers = exchanges, list[Any]([None] * len(exchanges))
+    with comm.on_comm_stream(), contextlib.suppress(StopIteration):
+        while True:
+            asked = [exchange.send(answer) for exchange, answer in zip(going, answers, strict=True)]
+            answers = asked[-1].of_ranks(asked, comm)
+            going = going[-len(answers) :]
 
 
 def in_turn(exchanges: Iterable[OfArray | None], comm: Communicator) -> Iterator[np.ndarray]:

@@ -7,12 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from distopt.comm import byte_counts
-from distopt.comm.message import UNTAGGED
+from distopt.comm.message import UNTAGGED, message_bytes
 from distopt.comm.meter import Meter
 from distopt.compress import BucketContext, Compressor, ExchangeContext
 from distopt.exchange.all_gather import Gather, sum_payloads
 from distopt.exchange.choice import TwoPhase, two_phases
-from distopt.exchange.entry_counts import message_bytes
 from distopt.exchange.hierarchical import Shares, node_exchange, rounds
 from distopt.exchange.program import Exchange, Lengths, Request, Sum
 from distopt.exchange.sharding import cut_for

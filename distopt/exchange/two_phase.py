@@ -18,14 +18,15 @@ import numpy as np
 from distopt import device
 from distopt.comm import Communicator
 from distopt.comm.communicator import Phases
-from distopt.comm.message import MessageTag
+from distopt.comm.logical import exchange_of_ranks, gather_of_ranks
+from distopt.comm.message import ALIGNED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.base import compressed_members
 from distopt.compress.context import decayed, layout_of
 from distopt.compress.shards import Payload, Piece, ShardCodec
 from distopt.compress.state import OWED, settle, state_array
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.entry_counts import ALIGNED, DeviceCounts, HostCounts, PlaceCounts
+from distopt.exchange.entry_counts import DeviceCounts, HostCounts, PlaceCounts
 from distopt.exchange.program import Exchange, Sum
 from distopt.exchange.sharding import ShardBounds, Sharding, cut_for
 from distopt.exchange.uncompressed import UncompressedMembers
@@ -73,6 +74,13 @@ class ToOwners(NamedTuple):
             inbox = comm.all_to_all(self._messages(), ragged=self.entry_counts.lengths)
         return self._sums(inbox, comm.rank)
 
+    @staticmethod
+    def of_ranks(asked: Sequence["ToOwners"], comm: Communicator) -> list["Sums"]:
+        with comm.tagged(asked[-1].tag):
+            inboxes = exchange_of_ranks(comm, [request._messages() for request in asked])
+        owners = zip(asked, inboxes, comm.ranks.here, strict=True)
+        return [request._sums(inbox, owner) for request, inbox, owner in owners]
+
     def phases(self, comm: Communicator, turn: int) -> Phases:
         nbytes = self.entry_counts.known_bytes(self.shards.of_owner[comm.rank])
         inbox = [np.empty(nbytes, np.uint8) for _ in range(comm.size)]
@@ -114,6 +122,14 @@ class ToAll(NamedTuple):
         with comm.tagged(self.tag):
             message = _message([payload.data for _, payload in self.results], self.buckets)
             return self._of_all(comm.all_gather(message, ragged=self.entry_counts.lengths))
+
+    @staticmethod
+    def of_ranks(asked: Sequence["ToAll"], comm: Communicator) -> list[list[tuple[Piece, Payload]]]:
+        last = asked[-1]
+        last.entry_counts.tell_sums([])
+        sent = [_message([payload.data for _, payload in request.results], last.buckets) for request in asked]
+        with comm.tagged(last.tag):
+            return [last._of_all(gather_of_ranks(comm, sent))]
 
     def phases(self, comm: Communicator, turn: int) -> Phases:
         self.entry_counts.tell_sums([])

@@ -9,11 +9,10 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.comm.communicator import BFLOAT16, HALVES
-from distopt.comm.message import MessageTag
+from distopt.comm.message import MessageTag, message_bytes
 from distopt.comm.meter import Meter
 from distopt.compress.shards import Payload, Piece, parts
 from distopt.exchange.all_gather import Gather, SumOfPayloads, sum_payloads
-from distopt.exchange.entry_counts import message_bytes
 from distopt.exchange.program import Exchange, Sum
 from distopt.exchange.step_traffic import asked, message
 from distopt.exchange.two_phase import Sums, ToAll, ToOwners

@@ -36,7 +36,6 @@ from distopt.engine.undo import Undo
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.hierarchical import NodeExchange, node_ranks
 from distopt.exchange.sharding import ShardBounds
-from distopt.exchange.two_phase import Owned
 from distopt.lab.observe.hook import QualityHook
 from distopt.lab.sequential_step import SequentialBuckets, SequentialExchange, SequentialNodes, move_states
 from distopt.optim import AnyOptimizer
@@ -199,16 +198,7 @@ class VirtualLosses:
             ValueError: a parameter has another array than the first rank's, or another place in that order.
         """
         pairs, collector = self.pairs(rank), self._collector
-        first = collector.values.addresses
-        collector.collect(pairs)
-        order = list(collector.order.items())
-        for k in np.flatnonzero(collector.values.addresses != first):
-            name, known = order[k]
-            if known.value.nbytes:
-                raise ValueError(
-                    f"{name} must be rank 0's array, got another one; virtual ranks have one model, whose parameters "
-                    "all their losses give"
-                )
+        collector.collect_again(pairs)
         if self._makes_plan:
             names = [collector.identify(param)[0] for param, _ in pairs]
             both = itertools.zip_longest(collector.order, names, fillvalue="nothing")
@@ -261,7 +251,7 @@ class SequentialReducer(Reducer):
             engine.nonfinite.accepts(describe(nonfinite))
         except Exception:  # which P ranks raise before any of them has changed
             self._losses.put_states_back()
-            engine.accumulator.reset(engine.store.buckets)
+            engine.accumulator.reset(engine.store)
             raise
         finally:
             self._ranks.set_rank(0)
@@ -301,12 +291,12 @@ class SequentialReducer(Reducer):
     def _collect_and_pack(self, rank: int) -> dict[str, str]:
         """Collect and pack the gradients of a rank, or raise what they raise on P ranks; say what is not finite."""
         engine, store = self._engine, self._engine.store
-        store.clear_counts()
+        store.clear_counts([0])
         try:
             self._losses.collect(rank)
             scale, clip = 1.0 / engine.nonfinite.policy.divisor, self._spec.clip_value
-            store.pack_all(scale, True, clip, multipliers=self._compressor.traits.has_hooks)
-            return store.check.nonfinite_gradients()
+            store.pack_all(0, scale, True, clip, multipliers=self._compressor.traits.has_hooks)
+            return (store.check.nonfinite_gradients() or [{}])[0]
         except Exception as error:
             engine.agree(engine.progress.name, engine.progress.calls, error)
             raise
@@ -324,7 +314,6 @@ class SequentialReducers(Reducers):
     def __init__(self, engine: Engine, ranks: VirtualRanks):
         super().__init__(engine.comm, engine.step_context, engine.accumulator, engine.options, everywhere=True)
         self._engine, self._ranks, self.losses = engine, ranks, VirtualLosses(engine, ranks)
-        self._owned_by_rank: list[Owned] = [{} for _ in range(ranks.size)]
 
     def in_shared_memory(self, compressor: Compressor) -> bool:
         return False
@@ -355,7 +344,13 @@ class SequentialReducers(Reducers):
             if by_nodes:
                 return self._by_nodes(by_nodes, buckets, spec)
             phases, tag = self.two_phases(compressor, spec), self._engine.step_context.tag()
-            of_step = self._owned_by_rank, self.bounds, spec.break_even, tag, self._engine.hooks
+            of_step = (
+                [self._owned[rank] for rank in range(self._ranks.size)],
+                self.bounds,
+                spec.break_even,
+                tag,
+                self._engine.hooks,
+            )
             return SequentialBuckets(compressor, phases, *of_step)
 
         sent = by_nodes.compressor if by_nodes else compressor
@@ -365,12 +360,13 @@ class SequentialReducers(Reducers):
         """Return an exchange by nodes, once states lie where it needs them."""
         groups, kept = node_ranks(self._ranks.hosts), self.losses.states_of(len(buckets))
         sizes = [len(group) for group in groups]
-        move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, sizes, self._owned_by_rank)
+        owned = [self._owned[rank] for rank in range(self._ranks.size)]
+        move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, sizes, owned)
         kept = [[prefixed(state, plan.compressor.traits) for state in states] for states in kept]
         columns, tag = list[SequentialBuckets](), self._engine.step_context.tag()
         for place, phases in enumerate(plan.phases):
-            owned = [self._owned_by_rank[group[place]] for group in groups if place < len(group)]
-            columns.append(SequentialBuckets(plan.compressor, phases, owned, ShardBounds(), spec.break_even, tag))
+            of_column = [owned[group[place]] for group in groups if place < len(group)]
+            columns.append(SequentialBuckets(plan.compressor, phases, of_column, ShardBounds(), spec.break_even, tag))
         return SequentialNodes(plan.shares, sizes, columns, kept)
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 # '1' in a job that goes on without the ranks it loses
 WANTED = "DISTOPT_ELASTIC"
+# ranks that live in the processes of a job, if these are not one each
+LOGICAL = "DISTOPT_LOGICAL"
 # number of the file descriptor of the socket to the launcher
 LINE = "DISTOPT_LINE"
 # number of this process among all that the launcher has started: set where distopt run starts the ranks itself, maybe

@@ -352,7 +352,7 @@ class GradientExchange(Checkpointed):
         if engine.store.skip_flag is not None:
             for bucket in engine.store.buckets.groups:
                 kernels.overwrite(bucket.means, bucket.gradient, math.inf, engine.store.skip_flag)
-        engine.accumulator.reset(engine.store.buckets)
+        engine.accumulator.reset(engine.store)
         engine.count_update()
 
 

@@ -321,7 +321,7 @@ class Trainer(Checkpointed):
         if any(len(total) > 1 for total in sums):
             # Others have read this rank's shard.
             engine.comm.barrier()
-        engine.accumulator.reset(buckets)
+        engine.accumulator.reset(engine.store)
         engine.store.mark_stream()
         finite = False
         try:
@@ -352,7 +352,7 @@ class Trainer(Checkpointed):
             return attempt
         attempt.compressor = engine.compressor
         try:
-            engine.store.clear_counts()
+            engine.store.clear_counts(engine.store.of_ranks)
             engine.checked_threshold(spec)
             engine.step_context.resume(spec)
             engine.declare_numbers(attempt.compressor)

@@ -422,7 +422,8 @@ def test_ranks_with_parameters_of_their_own_are_refused(copied):
         return [(p, np.ones_like(p.data)) for p in given]
 
     with pytest.raises(
-        ValueError, match=r"rank 1: p\d must be rank 0's array, got another one; virtual ranks have one model"
+        ValueError,
+        match=r"rank 1: p\d must be the first rank's array, got another one; the ranks of a process have one",
     ):
         sim(losses)
 

@@ -29,6 +29,7 @@ class TapeHook(StepHook):
 
 def record(engine: Engine) -> None:
     """Add a hook that records, if ``distopt record`` has asked for it."""
+    engine.check_own_rank("distopt record")
     tape = recorder(engine.comm.rank, engine.comm.size)
     if tape:
         engine.hooks.insert(0, TapeHook(engine.hooks, tape))

@@ -1,0 +1,182 @@
+"""A job of logical ranks, whose processes are killed at random instants of a step: a script, and what starts it.
+
+``python tests/faults/logical_job.py [--jobs N] [--seed S] [MODE ...]`` starts N jobs of each mode and prints, for each,
+what its processes were doing when they were killed, and whether it has learned what one process alone does.
+"""
+
+import argparse
+import collections
+import functools
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+import distopt
+from distopt import DistOpt, Parameter, kernels, run_ranks
+from distopt.comm import Logical
+from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8, Packed, TopK
+from distopt.optim import SGD, Adam
+
+V, STEPS, SHAPES = 12, 12, [(600, 700), (7,), (400_000,)]
+MODES = {
+    "dense": (None, "auto", 1),
+    "half": (Half(), "auto", 1),
+    "int8": (ErrorFeedback(Int8()), "two_phase", 1),
+    "top-K gathered": (ErrorFeedback(TopK(0.01)), "gather", 1),
+    "packed top-K in two phases": (ErrorFeedback(Packed(TopK(0.01))), "two_phase", 1),
+    "dgc": (DeepGradientCompression(TopK(0.01), weight_decay=1e-3), "two_phase", 1),
+    "three batches": (ErrorFeedback(TopK(0.01)), "gather", 3),
+}
+
+
+class Training:
+    """A model, and steps of it with a mode."""
+
+    def __init__(self, comm, mode):
+        rng = np.random.default_rng(0)
+        self.params = [Parameter(f"p{k}", rng.standard_normal(s).astype(np.float32)) for k, s in enumerate(SHAPES)]
+        self.compressor, self.exchange, batches = MODES[mode]
+        rule = SGD(0.1) if mode == "dgc" else Adam(0.01)
+        self.opt = DistOpt(rule, comm, threshold=900_000, num_batches=batches)
+        # Most of a step is its exchange: a loss shifts what was drawn once.
+        self.drawn = [rng.standard_normal(p.data.shape).astype(np.float32) for p in self.params]
+
+    def loss(self, rank):
+        shift = 13 * rank + self.opt.step_counter
+        return [(p, np.roll(x, shift) * np.float32(rank + 1)) for p, x in zip(self.params, self.drawn, strict=True)]
+
+    def step(self):
+        self.opt.step(self.loss, self.compressor, exchange=self.exchange)
+
+    def digests(self):
+        """Of the parameters, and of what each rank here keeps."""
+        kept = {
+            rank: _digest(
+                f"{name} {p}".encode() + of[name][p].tobytes() for name in sorted(of) for p in sorted(of[name])
+            )
+            for rank, of in self.opt.state_dict()["states"].items()
+        }
+        return _digest(p.data.tobytes() for p in self.params), kept
+
+
+def _digest(parts):
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def alone(mode):
+    """What one process learns."""
+
+    def main(comm):
+        training = Training(Logical(comm, V), mode)
+        while training.opt.step_counter < STEPS:
+            training.step()
+        return training.digests()
+
+    return run_ranks(1, main)[0]
+
+
+class Kernels:
+    """Notes which kernel runs, and how long all of a step but those that pack have run."""
+
+    def __init__(self):
+        self.inside, self.seconds, self.begun = "no kernel", 0.0, threading.Event()
+        for name, kernel in list(vars(kernels).items()):
+            if type(kernel).__name__.endswith("Kernel") and name != "pack":
+                setattr(kernels, name, functools.partial(self._call, name, kernel))
+
+    def _call(self, name, kernel, *arguments, **options):
+        self.inside = name
+        self.begun.set()
+        began = time.perf_counter()
+        try:
+            return kernel(*arguments, **options)
+        finally:
+            self.inside = "no kernel"
+            self.seconds += time.perf_counter() - began
+
+    def kill_within(self, seconds, later, place):
+        """Kill this process in a kernel, so many seconds after one has begun, or between two; note where it was."""
+
+        def kill():
+            self.begun.wait()
+            time.sleep(seconds)
+            while self.inside == "no kernel":
+                time.sleep(1e-5)
+            time.sleep(later)
+            place.write_text(self.inside)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        self.begun.clear()
+        threading.Thread(target=kill, daemon=True).start()
+
+
+def train(mode, folder, plan):
+    """Train; ``plan``: by member, the step in which it is killed, and after what part of its kernels, or more."""
+    training = Training(distopt.world("cpu", logical=V), mode)
+    opt, member = training.opt, os.environ.get("DISTOPT_MEMBER", "0")
+    opt.rejoin(training.params)
+    running, (at, part, later) = Kernels(), plan.get(member, (-1, 0.0, 0.0))
+    while opt.step_counter < STEPS:
+        if opt.step_counter == at:
+            running.kill_within(part * running.seconds, later, folder / f"{member}.killed")
+            at = -1
+        running.seconds = 0.0
+        training.step()
+    (folder / f"{member}.end").write_text(json.dumps(training.digests()))
+
+
+def job(mode, seed, folder, ranks=5):
+    """Start a job in which all processes but one are killed; return what was killed in what, and what went wrong."""
+    from launch import distopt_run
+
+    rng = random.Random(f"{mode} {seed}")
+    victims = rng.sample(range(ranks), ranks - 1)
+    # Two of them in one step, so that the second may fall into the adoption; none so late that nobody goes on.
+    steps = [rng.randrange(1, STEPS - 2) for _ in victims[1:]]
+    steps = [steps[0], *steps]
+    when = {str(v): (k, rng.uniform(0, 2), rng.uniform(0, 2e-3)) for v, k in zip(victims, steps, strict=True)}
+    arguments = ["--rank", mode, str(folder), json.dumps(when)]
+    code, output = distopt_run(ranks, "--elastic", "--over", "torch", __file__, *arguments, timeout=100)
+    killed = [path.read_text() for path in folder.glob("*.killed")]
+    ends = [json.loads(path.read_text()) for path in folder.glob("*.end")]
+    learned, kept = alone(mode)
+    found = {rank: digest for _, of in ends for rank, digest in of.items()}
+    if code or not ends or any(end[0] != learned for end in ends) or found != kept:
+        return killed, f"{mode}, seed {seed}: code {code}, learned {ends}, expected {learned, kept}\n{output}"
+    return killed, ""
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", nargs=3)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("modes", nargs="*")
+    args = parser.parse_args()
+    if args.rank:
+        mode, folder, plan = args.rank
+        return train(mode, Path(folder), json.loads(plan))
+    inside, failed = collections.Counter(), 0
+    for seed in range(args.seed, args.seed + args.jobs):
+        for mode in args.modes or MODES:
+            with tempfile.TemporaryDirectory() as folder:
+                killed, wrong = job(mode, seed, Path(folder))
+            inside.update(killed)
+            failed += bool(wrong)
+            print(wrong or f"{mode}, seed {seed}: as one process; killed in {', '.join(killed)}", flush=True)
+    print(f"{sum(inside.values())} killed: {dict(inside.most_common())}; {failed} jobs failed")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent.parent)]
+    sys.exit(main())
