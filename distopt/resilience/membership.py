@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -50,8 +51,10 @@ class Quorum:
     # An epoch begins when every member of the one before has asked for it, or was lost.  So no member that lives is
     # left out, and all that hear of an epoch hear the same.
 
-    def __init__(self, members: Iterable[int]):
+    def __init__(self, members: Iterable[int], most: int = sys.maxsize):
+        # most: how many there may be, so that others wait until one is lost.
         self.members = set(members)  # those of the present epoch that were not lost
+        self._most = most
         self._asked: dict[int, str] = {}
         self._let_in: dict[int, bool] = {}
         self._number = -1
@@ -73,8 +76,8 @@ class Quorum:
         return self.members - self._asked.keys() if self.members & self._asked.keys() else set()
 
     def joiners(self) -> set[int]:
-        """Those that have asked and are no members yet."""
-        return self._asked.keys() - self.members
+        """Those that have asked, are no members yet, and for which there is a place."""
+        return set(sorted(self._asked.keys() - self.members)[: self._most - len(self.members)])
 
     def begin(self) -> Epoch | None:
         """Begin the next epoch, if all members have asked for it; None if one has not, or there is none."""
@@ -82,7 +85,7 @@ class Quorum:
         if not self.members or not self.members <= self._asked.keys():
             return None
         whole = self._number >= 0 and all(self._let_in[member] for member in self.members)
-        members = sorted(self._asked if whole else self.members)
+        members = sorted(self.members | self.joiners() if whole else self.members)
         epoch = Epoch(self._number + 1, members, [self._asked.pop(member) for member in members])
         self._number, self.members = epoch.number, set(members)
         return epoch

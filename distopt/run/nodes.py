@@ -180,7 +180,7 @@ class Members(Children):
     ):
         self._nodes = nodes  # whose launchers start ranks of this job too
         self._count = ranks + sum(len(node.ranks) for node in nodes)
-        self._rendezvous = Rendezvous(range(self._count), self._send, folder)
+        self._rendezvous = Rendezvous(range(self._count), self._send, folder, self._count)
         self._order: list[int] = []  # in which ranks ended, as far as it is known here
         env = {**env, ADDRESS: nodes[0].link.address if nodes else LOOPBACK}
         super().__init__(command, env, range(ranks), folder, self._rendezvous.hear)

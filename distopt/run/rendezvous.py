@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -80,11 +81,13 @@ class Rendezvous:
         members: Iterable[int],
         send: Callable[[int, Mapping[str, Any]], object],
         folder: Path,
+        most: int = sys.maxsize,
     ):
+        # most: members of WORLD at once.
         self._send = send  # is given a number, and a message for that process
         self._living = set(members)
         self._awaited = folder / AWAITED
-        self._of = {WORLD: Quorum(self._living)}
+        self._of = {WORLD: Quorum(self._living, most)}
         self._lock = threading.Lock()
 
     def add(self, member: int) -> None:

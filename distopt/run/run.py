@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from distopt.resilience import job, membership
-from distopt.resilience.environment import WANTED
+from distopt.resilience.environment import LOGICAL, WANTED
 from distopt.run.job_folder import job_folder
 from distopt.run.launcher import (
     GROWING,
@@ -33,6 +33,16 @@ def add_to(commands: Any) -> None:
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
     parser.add_argument(
         "--restarts", type=int, default=0, metavar="K", help="start a job that failed again, K times at most"
+    )
+    parser.add_argument(
+        "--logical", type=int, metavar="V", help="V ranks, whatever N: N processes have them (distopt.comm.Logical)"
+    )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="K",
+        help="with --elastic: K processes that wait for a lost one's place",
     )
     parser.add_argument("--elastic", action="store_true", help="go on without ranks that are lost")
     parser.add_argument(
@@ -62,9 +72,12 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start the job, again if it fails and may be restarted; return the script's exit code."""
+    if args.logical is not None:
+        os.environ[LOGICAL] = str(args.logical)
     if args.elastic:
         return start_elastic(args)
     given = [f"--over {args.over}"] * bool(args.over) + [f"--nodes {args.nodes}"] * (args.nodes != 1)
+    given += [f"--spares {args.spares}"] * bool(args.spares)
     if given:
         say(f"{given[0]} must be given with --elastic")
         return 2
@@ -91,6 +104,10 @@ def check(args: argparse.Namespace) -> list[str]:
         wrong = f"-n must be at least 1, got {args.ranks}"
     elif not script:
         wrong = "the script must be given, got none; write it after the options"
+    elif (logical := getattr(args, "logical", None)) is not None and logical < args.ranks * args.nodes:
+        wrong = f"--logical must be at least {args.ranks * args.nodes}, the number of processes, got {logical}"
+    elif getattr(args, "spares", 0) < 0:
+        wrong = f"--spares must be at least 0, got {args.spares}"
     elif args.restarts < 0:
         wrong = f"--restarts must be at least 0, got {args.restarts}"
     elif args.timeout is not None and not args.timeout > 0:
@@ -146,6 +163,8 @@ def start_elastic(args: argparse.Namespace) -> int:
             membership.wanted({**os.environ, **variables})
             launcher = None if at else find_engine(args.over)
             env = (launcher.environment(ranks) if launcher else environment(ranks, {})) | variables
+            if args.spares and (at or launcher):
+                raise ValueError("--spares must be with ranks of one machine that meet by torch: give --over torch")
             if at and at.node:
                 return Agent(at, command, env, ranks, folder).supervise()
             nodes = meet(at, ranks) if at else []
@@ -162,7 +181,8 @@ def start_elastic(args: argparse.Namespace) -> int:
         else:
             started = Members(command, env, ranks, folder, nodes)
         size = ranks + sum(len(node.ranks) for node in nodes)
-        return Supervisor(started, size, elastic=True, restarts=args.restarts).supervise(args.timeout)
+        supervisor = Supervisor(started, size, elastic=True, restarts=args.restarts, spares=args.spares)
+        return supervisor.supervise(args.timeout)
 
 
 def place_of(args: argparse.Namespace) -> Place | None:

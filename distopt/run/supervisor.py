@@ -27,11 +27,13 @@ KILLING = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.S
 class Supervisor:
     """Watches the ranks of a job, says what became of them, and ends those that cannot go on."""
 
-    def __init__(self, started: Supervised, size: int, elastic: bool, restarts: int = 0):
+    def __init__(self, started: Supervised, size: int, elastic: bool, restarts: int = 0, spares: int = 0):
         # size: the number of ranks that begin together; those in the place of lost ones have higher numbers
         # elastic: ranks may be lost, and those that are left go on
         # restarts: how many processes are started in the place of lost ones, at most
+        # spares: how many wait from the start for a place
         self._started, self._size, self._elastic, self._restarts = started, size, elastic, restarts
+        self._spares = spares
         self._asked, self._signal = Requests(), 0  # to end, and the signal of the first one
         self._deadline = math.inf  # when ranks that were asked to end are ended
         self._fault: Fault | None = None  # of a job that may lose no rank
@@ -55,6 +57,8 @@ class Supervisor:
     def supervise(self, timeout: float | None) -> int:
         """Wait for the end of the job, at most ``timeout`` seconds; return its exit code."""
         limit = math.inf if timeout is None else time.monotonic() + timeout
+        for _ in range(self._spares):
+            self._started.replace()
         with handling_signals(self.ask):
             while self._started.running():
                 self._look(POLL_SECONDS)
@@ -165,7 +169,8 @@ class Supervisor:
         how, *trace = (self._late.get(rank.rank) or self._started.end_of(rank).words).splitlines()
         words = [how]
         if others and rank.votes:
-            words.append(f"lost with it: the gradients of its batch, and {rank.unsent or UNSENT}")
+            lost = f"lost with it: the gradients of its batch, and {rank.unsent or UNSENT}"
+            words.append(job.ADOPTED if rank.unsent == job.ADOPTED else lost)
         if (rank.votes or not self._started.meet_all) and (others or self._is_member(rank)):
             words.append(_going_on(others) if others else "no rank is left")
         say("\n".join(["; ".join(words), *trace]))
@@ -236,7 +241,7 @@ class Supervisor:
                 for rank in self._living
                 if any(int(text.partition(".")[0]) == rank.votes for text in rank.marks.get(job.LATE, ()))
             ]
-            for rank in late:
+            for rank in late if self._members_left() < self._size else ():
                 if not self._is_member(rank):
                     self._end_rank(rank, "it waits for too long to be let in")
             if late := [rank for rank in late if self._is_member(rank)]:

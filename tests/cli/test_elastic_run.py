@@ -57,6 +57,29 @@ class TestOverTorch:
         for text in ("epoch 0 [0, 1, 2]", "epoch 1 [0, 1, 2]", "done"):
             assert said(output, text) == [0, 1, 2], output
 
+    def test_a_spare_waits_for_a_place(self, run):
+        code, output = run(
+            "import distopt, numpy as np\n"
+            "opt = distopt.DistOpt()\n"
+            "p = distopt.Parameter('w', np.ones(3, np.float32))\n"
+            "opt.rejoin([p])\n"
+            "while opt.step_counter < 60:\n"
+            "    if me == 1 and opt.step_counter == 30:\n"
+            "        die()\n"
+            "    time.sleep(0.1)\n"
+            "    opt([(p, np.ones(3, np.float32))])\n"
+            "print('done', opt.world_size, flush=True)\n",
+            "--spares",
+            "2",
+            ranks=3,
+            timeout=60,
+            DISTOPT_TIMEOUT="3",
+        )
+        assert code == 0, output
+        assert said(output, "done 3") in ([0, 2, 3], [0, 2, 4]), output
+        assert output.count("1 rank came") == 1, output
+        assert "too long" not in output, output
+
     @pytest.mark.parametrize("lost", [[2], [0], [3, 1], [0, 1, 2]])
     def test_ranks_are_killed_while_all_run(self, run, lost):
         code, output = run(f"meet(); steps(1, 5)\nif me in {lost}: die()\nsteps(6, 9); meet()")
@@ -623,3 +646,17 @@ def test_torchrun_is_refused_as_it_ends_all_workers(monkeypatch, capsys):
 def test_options_that_do_not_fit_are_refused(options, reason, capsys):
     assert main(["run", "-n", "2", *options, "x.py"]) == 2
     assert f"distopt run: {reason}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["-n", "2", "--spares", "1"], "--spares 1 must be given with --elastic"),
+        (["-n", "2", "--elastic", "--over", "torch", "--spares", "-1"], "--spares must be at least 0, got -1"),
+        (["-n", "3", "--logical", "2"], "--logical must be at least 3, the number of processes, got 2"),
+        (["-n", "2", "--elastic", "--nodes", "2", "--logical", "3"], "--logical must be at least 4"),
+    ],
+)
+def test_spares_and_logical_ranks_that_do_not_fit_are_refused(options, reason, capsys):
+    assert main(["run", *options, "script.py"]) == 2
+    assert reason in capsys.readouterr().err
