@@ -13,6 +13,7 @@ from distopt.checkpoint import file, folder
 from distopt.cli import main
 from distopt.comm import LocalCommunicator, run_ranks
 from distopt.comm.ledger import Ledger
+from distopt.comm.logical import with_ranks
 from distopt.compress import TopK
 from distopt.lab.commands import prove, prove_jobs
 from distopt.lab.commands.prove import CLAIMS, Trial
@@ -58,6 +59,7 @@ def small(monkeypatch):
     monkeypatch.setattr(prove, "ROUNDS", 1)
     monkeypatch.setattr(prove, "FLIPS", 40)
     monkeypatch.setattr(prove, "kill", killed)
+    monkeypatch.setattr(prove, "elastic_over", str)
 
 
 def propagating(opt, comm, **options):
@@ -163,6 +165,11 @@ def one_byte_more(self, report=Ledger.report):
     return {line: amounts | {"payload": amounts["payload"] + 1} for line, amounts in report(self).items()}
 
 
+def other_ranks(comm, size):
+    """As many logical ranks as processes more."""
+    return with_ranks(comm, size + comm.size)
+
+
 PLANTED = [  # a claim, what is replaced in what it watches, and what is said then
     ("bytes", Ledger, "write", forgets(7), r"[\d,]+ bytes of data were written to the socket, the ledger has .* wire"),
     ("bytes", Ledger, "report", one_byte_more, r"were written to the socket, the ledger has [\d,]+ of payload"),
@@ -176,6 +183,13 @@ PLANTED = [  # a claim, what is replaced in what it watches, and what is said th
     ("resume", DistOpt, "load_state_dict", without_residuals, r"rank 0 ended with sha256 .*, without a stop it is"),
     ("resume", DistOpt, "load", lambda *_: None, r"rank 0 went on from step 0, the last checkpoint was of step \d"),
     ("resume", prove, "kill", lambda: None, r"rank \d was killed in step \d+, and the job ended with 0"),
+    (
+        "processes",
+        prove,
+        "with_ranks",
+        other_ranks,
+        r"process 0 of two processes ended with sha256 .*, one alone with",
+    ),
     ("top-K", TopK, "compress", later_ties, r"entries are not those of the sort, first \d+ for \d+"),
     ("top-K", TopK, "counts", one_more, r"the \d+ largest of \d+ .*: \d+ entries were sent"),
     ("optimizers", adam, "moments", lambda at, t: moments(at, t, False), r"Adam in float64 is .* from its equations"),
@@ -251,8 +265,8 @@ def test_a_seed_below_zero_is_refused(capsys):
 
 def assert_all_hold(output):
     lines = output.splitlines()
-    assert [line.split("  ")[:2] for line in lines[1:9]] == [["PASS", name] for name in CLAIMS], output
-    assert all(line.startswith("not looked at: ") for line in lines[9:]), output
+    assert [line.split("  ")[:2] for line in lines[1:10]] == [["PASS", name] for name in CLAIMS], output
+    assert all(line.startswith("not looked at: ") for line in lines[10:]), output
 
 
 @pytest.mark.mpi
@@ -270,4 +284,6 @@ def test_the_command_where_there_is_no_mpi(tmp_path):
     code, output = finish([sys.executable, "-m", "distopt", "prove"], 300, env={"PYTHONPATH": str(tmp_path)})
     assert code == 0, output
     assert_all_hold(output)
-    assert re.search(r"not looked at: MPI \(.*not installed.*\); ranks of the lines resume, NaN, laws met", output)
+    assert re.search(
+        r"not looked at: MPI \(.*not installed.*\); ranks of the lines resume, processes, NaN, laws met", output
+    )

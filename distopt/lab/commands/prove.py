@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,26 +24,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distopt import checkpoint
+from distopt import DistOpt, Parameter, checkpoint
 from distopt.checkpoint import CheckpointError
 from distopt.comm import Communicator, LocalCommunicator, Metered
+from distopt.comm.logical import with_ranks
 from distopt.lab.commands import prove_jobs
 from distopt.lab.commands.prove_jobs import Start
 from distopt.lab.commands.prove_socket import FRAME, SocketRanks
 from distopt.lab.laws import arrays, ranks, references
-from distopt.lab.laws.inputs import KINDS, pairs
+from distopt.lab.laws.inputs import KINDS, gradients, pairs, parameters
 from distopt.lab.laws.modes import EXACT, MODES, OPTIMIZERS, ROUNDED
 from distopt.lab.laws.runs import assert_equal_states, digest, require, train
 from distopt.run.doctor_gpu import gpu_count
 from distopt.run.launcher import check_brands, find_launcher
 from distopt.run.processes import TIMED_OUT
 
-OVER_RANKS = ("resume", "NaN", "laws")  # the claims of which ranks meet over MPI where there is one
+OVER_RANKS = ("resume", "processes", "NaN", "laws")  # the claims of which ranks meet over MPI where there is one
 REALS = (np.float32, np.float64)
 SIZES = (1, 2, 63, 4097, 100_000, 1_000_000)  # of arrays that top-K selects from
 ROUNDS = 20  # arrays of each kind that a compressor is given
 TOLERANCES = {np.float64: 1e-12, np.float32: 1e-4}  # of an optimizer's result, relative to its largest entry
 FLIPS = 200  # bits of a checkpoint
+LOGICAL, STEPS = 6, 12  # ranks, and their steps
 TRIED = ("dense", "half", "packed", "int8")  # modes
 LARGE: dict[str, Any] = {"shapes": ((300, 40), (50,), (7,), (4001,)), "threshold": 5000}
 
@@ -291,9 +294,67 @@ def damage_is_refused(trial: Trial) -> str:
     )
 
 
+def processes_do_not_matter(trial: Trial) -> str:
+    """Logical ranks learn the same on one process, on two, and on three of which one is killed and another comes."""
+    seed, rng = trial.seed(), trial.rng
+    expected = learned(LocalCommunicator(), seed)
+    found = {"two processes": trial.ranks(learned, seed).results()}
+    over, victim, fatal = elastic_over(), int(rng.integers(3)), int(rng.integers(2, STEPS - 4))
+    if over:
+        told = f"three, of which one was killed by SIGKILL in step {fatal} and another came"
+        found[told] = prove_jobs.elastic(over, 3, learned, seed, victim, fatal).results()
+    for which, processes in found.items():
+        kept = {rank: of_rank for _, of in processes for rank, of_rank in of.items()}
+        for number, (ended, _) in enumerate(processes):
+            text = f"process {number} of {which} ended with sha256 {ended:.16}, one alone with {expected[0]:.16}"
+            require(ended == expected[0], text)
+        differ = sorted(rank for rank in expected[1] if kept.get(rank) != expected[1][rank])
+        require(not differ, f"{which}: the residuals of logical ranks {', '.join(differ)} differ from those of one")
+    others = ", ".join(found) if over else f"{', '.join(found)} (no process was killed: torch and Open MPI are missing)"
+    return (
+        f"{LOGICAL} logical ranks, {STEPS} steps of {', '.join(TRIED)} in turn, on one process, on {others}: one "
+        f"sha256 of parameters, {expected[0]:.12}, and the same residuals"
+    )
+
+
+def elastic_over() -> str:
+    """Return over what ranks can meet that go on without a lost one; '' if there is nothing."""
+    if importlib.util.find_spec("torch"):
+        return "torch"
+    return "" if mpi_missing() or find_launcher().brand != "Open MPI" else "mpi"
+
+
+def learned(comm: Communicator, seed: int, victim: int = -1, fatal: int = -1) -> tuple[str, dict[str, str]]:
+    """Train logical ranks; ``victim``: of these processes the one that is killed in step ``fatal``.
+
+    Returns:
+        A sha256 of the parameters, and of each logical rank here one of what it keeps.
+    """
+    begins = not comm.outside
+    params, dies = parameters(LARGE["shapes"], "float32", 0, seed), begins and comm.rank == victim
+    opt = DistOpt(OPTIMIZERS["adam"](), with_ranks(comm, LOGICAL), threshold=LARGE["threshold"])
+    opt.rejoin(params)
+
+    def loss(rank: int) -> list[tuple[Parameter, np.ndarray]]:
+        if dies and opt.step_counter == fatal:
+            kill()
+        return list(zip(params, gradients(params, opt.step_counter, rank, seed), strict=True))
+
+    while (step := opt.step_counter) < STEPS:
+        while victim >= 0 and step == fatal + 2 and comm.size < 3 and not comm.joiner_waits():
+            time.sleep(0.01)  # a process starts in that time
+        MODES[TRIED[step % len(TRIED)]](opt, loss)
+    kept = {
+        rank: hashlib.sha256(b"".join(of[s][p].tobytes() for s in sorted(of) for p in sorted(of[s]))).hexdigest()
+        for rank, of in opt.state_dict()["states"].items()
+    }
+    return digest(params), kept
+
+
 CLAIMS: dict[str, Callable[[Trial], str]] = {
     "bytes": bytes_are_counted,
     "resume": runs_resume,
+    "processes": processes_do_not_matter,
     "top-K": top_k_is_a_stable_sort,
     "optimizers": optimizers_are_their_equations,
     "NaN": ranks_agree_after_nan,

@@ -78,7 +78,16 @@ def over_sockets(function: Callable[..., Any], *arguments: Any) -> Ended:
     return _ended(start, function, arguments)
 
 
-def _ended(start: Callable[..., list[Process]], function: Callable[..., Any], arguments: Any) -> Ended:
+def elastic(over: str, ranks: int, function: Callable[..., Any], *arguments: Any) -> Ended:
+    """Call a function on processes of which one may be lost, and another one comes in its place."""
+    run = [sys.executable, "-m", "distopt", "run", "-n", str(ranks), "--elastic", "--over", over, "--restarts", "1"]
+    options = ["--timeout", str(SECONDS)]
+    return _ended(lambda popen, module: [popen([*run, *options, *module])], function, arguments, ranks)
+
+
+def _ended(
+    start: Callable[..., list[Process]], function: Callable[..., Any], arguments: Any, ranks: int = RANKS
+) -> Ended:
     """Have ``start`` start the processes of a call, and end those that take too long; return what became of them."""
     with tempfile.TemporaryDirectory(prefix="distopt-prove-") as folder, tempfile.TemporaryFile() as output:
         popen = functools.partial(subprocess.Popen, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
@@ -93,7 +102,7 @@ def _ended(start: Callable[..., list[Process]], function: Callable[..., Any], ar
         finally:
             end([process for process in processes if process.poll() is None])
         output.seek(0)
-        files = [Path(folder, f"rank-{rank}") for rank in range(RANKS)]
+        files = [Path(folder, f"rank-{rank}") for rank in range(ranks)]
         found = [json.loads(file.read_text()) if file.exists() else None for file in files]
         code = TIMED_OUT if late else next((process.returncode for process in processes if process.returncode), 0)
         return Ended(code, output.read().decode(errors="replace"), found)
