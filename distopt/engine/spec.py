@@ -1,6 +1,8 @@
 """Values that say what a step is: the options of an optimizer, and the specification of one call."""
 
 import inspect
+import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,7 +77,7 @@ class Options(NamedTuple):
         return [
             ", ".join(f"{name}={getattr(self, name)!r}" for name in names),
             "sums in rank order" if comm.rank_ordered else "sums in any order",
-            f"logical={comm.ranks.size if comm.ranks.logical else None}",
+            f"logical={comm.ranks.size}, {_threads()} threads" if comm.ranks.logical else "no logical ranks",
             f"overlap={self.overlap}",
             f"clip_norm={self.clip_norm}",
             "a gradient hook" if self.gradient_hook else "no gradient hook",
@@ -137,6 +139,12 @@ Outcome = tuple[Iterable[Reduced] | None, float]
 NOTHING: Outcome = None, 0.0
 # Updates the parameters by a scale times the sums.
 Update = Callable[[Iterable[Reduced], float, StepSpec], None]
+
+
+def _threads() -> str:
+    """Return how many threads add up a product of matrices here, as far as it is known: its bits depend on that."""
+    torch = sys.modules.get("torch")
+    return str(torch.get_num_threads()) if torch else os.environ.get("OMP_NUM_THREADS", "all")
 
 
 def _overlaps(overlap: str | bool, comm: Communicator) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from distopt.kernels import signatures
 from distopt.resilience import job
-from distopt.resilience.environment import LOGICAL, of_no_rank
+from distopt.resilience.environment import of_no_rank
 
 VERSION_SECONDS = 120.0  # for a launcher to tell its version
 INSTALL = "pip install 'distopt[mpi]'"
@@ -44,13 +44,16 @@ class Launcher(NamedTuple):
         return environment(ranks, OPEN_MPI | crowded if self.brand == "Open MPI" else MPICH)
 
 
+def threads(ranks: int) -> dict[str, str]:
+    """The variables that give each of so many ranks of this machine a fair share of the cores for BLAS."""
+    share = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
+
+
 def environment(ranks: int, defaults: Mapping[str, str]) -> dict[str, str]:
     """The environment of ranks that this process starts: each gets a fair share of the cores for BLAS."""
     # defaults: variables that hold unless this process has others.
-    # Of logical ranks the share does not depend on the processes: sums of other threads have other bits.
-    share = str(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get(LOGICAL, ranks))))
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
-    env = threads | dict(defaults) | dict(os.environ) | {job.RANKS: str(ranks)}
+    env = threads(ranks) | dict(defaults) | dict(os.environ) | {job.RANKS: str(ranks)}
     if sys.stderr.isatty():
         env["DISTOPT_TTY"] = "1"  # ranks write to pipes, but somebody is watching
     # it writes each argument of print apart, so that lines of ranks mix

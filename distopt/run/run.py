@@ -20,6 +20,7 @@ from distopt.run.launcher import (
     find_engine,
     find_launcher,
     on_loopback,
+    threads,
 )
 from distopt.run.nodes import Agent, Members, Place, meet, place
 from distopt.run.processes import RANK, say
@@ -72,8 +73,6 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start the job, again if it fails and may be restarted; return the script's exit code."""
-    if args.logical is not None:
-        os.environ[LOGICAL] = str(args.logical)
     if args.elastic:
         return start_elastic(args)
     given = [f"--over {args.over}"] * bool(args.over) + [f"--nodes {args.nodes}"] * (args.nodes != 1)
@@ -81,7 +80,16 @@ def main(args: argparse.Namespace) -> int:
     if given:
         say(f"{given[0]} must be given with --elastic")
         return 2
-    return start_given(args, {})
+    return start_given(args, of_logical(args))
+
+
+def of_logical(args: argparse.Namespace) -> dict[str, str]:
+    """Return the variables of logical ranks: their number, and a share of the cores that depends on it alone."""
+    if args.logical is None:
+        return {}
+    # Sums of more threads have other bits; what the user has set is for all jobs to compare.
+    shares = {name: n for name, n in threads(max(1, args.logical)).items() if name not in os.environ}
+    return shares | {LOGICAL: str(args.logical)}
 
 
 def start_given(args: argparse.Namespace, variables: Mapping[str, str]) -> int:
@@ -157,7 +165,7 @@ def start_elastic(args: argparse.Namespace) -> int:
         return 2
     command = [sys.executable, str(RANK), *script]
     with job_folder() as folder:
-        variables = {WANTED: "1", job.FOLDER: str(folder), "DISTOPT_RESTART": "0"}
+        variables = of_logical(args) | {WANTED: "1", job.FOLDER: str(folder), "DISTOPT_RESTART": "0"}
         try:
             at = place_of(args)
             membership.wanted({**os.environ, **variables})

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from distopt.compress import (
     TwoBit,
 )
 from distopt.data import GlobalBatches
+from distopt.engine import spec
 from distopt.optim import SGD, Adam
 
 V = 6
@@ -356,6 +358,19 @@ def test_ranks_that_differ_in_their_number_are_told():
         with pytest.raises(ValueError, match="ranks differ"):
             opt(losses(params, 0))
 
+    run_ranks(2, main)
+
+
+def test_other_threads_are_told(monkeypatch):
+    def main(comm):
+        params, opt = made(comm, "dense")
+        with pytest.raises(
+            ValueError, match=r"ranks differ: rank 0 has logical=6, 0 threads, rank 1 has logical=6, 1"
+        ):
+            opt(losses(params, 0))
+        comm.barrier()
+
+    monkeypatch.setattr(spec, "_threads", lambda: threading.current_thread().name.removeprefix("rank "))
     run_ranks(2, main)
 
 
