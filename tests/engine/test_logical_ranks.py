@@ -364,9 +364,7 @@ def test_ranks_that_differ_in_their_number_are_told():
 def test_other_threads_are_told(monkeypatch):
     def main(comm):
         params, opt = made(comm, "dense")
-        with pytest.raises(
-            ValueError, match=r"ranks differ: rank 0 has logical=6, 0 threads, rank 1 has logical=6, 1"
-        ):
+        with pytest.raises(ValueError, match=r"ranks differ: rank 0 has logical=6, 0 threads, rank 1 has logical=6, 1"):
             opt(losses(params, 0))
         comm.barrier()
 
