@@ -64,10 +64,12 @@ def rates(options, logical, seconds, kills):
         (folder / "until").write_text(str(time.time() + 1e6))
         elastic = "--elastic" in options
         command = [sys.executable, "-m", "distopt", "run", "-n", str(RANKS), *options, *["--over", "torch"] * elastic]
-        rank = [__file__, "--rank", place, str(int(logical)), str(int(elastic))]
+        rank = ["-m", "benchmarks.goodput", "--rank", place, str(int(logical)), str(int(elastic))]
         with (folder / "output").open("w") as output:
             job = subprocess.Popen([*command, *rank], stdout=output, stderr=output)
         while len(list(folder.glob("*.steps"))) < RANKS:
+            if job.poll() is not None:
+                raise RuntimeError((folder / "output").read_text())
             time.sleep(0.05)
         began = time.time()
         (folder / "until").write_text(str(began + seconds))
