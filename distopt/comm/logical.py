@@ -8,7 +8,7 @@ import numpy as np
 
 from distopt import device
 from distopt.checks import check_int
-from distopt.comm.communicator import HALVES, Communicator, Wrapper, slices, split, sum_halves, sum_in_rank_order
+from distopt.comm.communicator import Communicator, Wrapper, slices, split, sum_in_rank_order
 from distopt.comm.message import ALIGNED, message_bytes, message_starts
 from distopt.comm.ordered import in_rank_order
 from distopt.comm.ranks import Ranks, placed
@@ -96,11 +96,7 @@ def sum_of_ranks(comm: Communicator, arrays: Sequence[np.ndarray]) -> None:
     parts = [device.concatenated([x.reshape(-1)[share] for x in arrays]) for share in shares]
     received = comm.all_to_all(parts, ragged=[n * count for count in counts])
     each = ranks.in_order([split(x, [n] * count) for x, count in zip(received, counts, strict=True)])
-    if flat.dtype in HALVES:
-        total = device.empty(n, flat.dtype, like=flat)
-        sum_halves(each, total)
-    else:
-        total = sum_in_rank_order(each)
+    total = sum_in_rank_order(each)
     for share, x in zip(shares, comm.all_gather(total, ragged=[s.stop - s.start for s in shares]), strict=True):
         device.copy(flat[share], x)
 

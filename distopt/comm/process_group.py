@@ -58,8 +58,9 @@ class ProcessGroupControl(ControlChannel):
         if len(members) > 1:
             watch(ranks.rank)
         # Without connections as long as the launcher can pass texts on: these are half of what a new epoch takes.
-        told = isinstance(ranks, EpochRanks) and len(members) <= TOLD
-        self._among, self._messages, self.ranks = ranks, GlooMessages(ranks, members, not told), list(members)
+        self._tell = ranks.gather if isinstance(ranks, EpochRanks) and len(members) <= TOLD else None
+        self._among, self.ranks = ranks, list(members)
+        self._messages = GlooMessages(ranks, members, connect=self._tell is None)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._numbers, name = itertools.count(), f"{names(members)} {ranks.place}"
         channel = _channels[name] = _channels.get(name, 0) + 1
@@ -72,7 +73,6 @@ class ProcessGroupControl(ControlChannel):
         if self.size > 1:
             _controls.add(self)
             _join(ranks.rank)
-        self._tell = ranks.gather if isinstance(ranks, EpochRanks) and told else None
         if not self._tell:
             self.vote_on_version()
         if self.size > 1:

@@ -278,7 +278,7 @@ class Engine:
                     collector.collect_again(self.losses.of(loss, rank), *watches)
                 store.pack_all(rank, scale, counts, spec.clip_value, multipliers, leaving)
                 missing[rank] = collector.missing if collector.allow_missing else 0
-                if self.undo and not store.lie_in_place(rank):
+                if self.undo and ranks.by_process and not store.lie_in_place(rank):
                     self.losses.packed[rank] = missing[rank]
             attempt.missing = [missing[rank] for rank in ranks.here]
             failed = False
