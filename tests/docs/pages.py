@@ -61,6 +61,11 @@ def run(page, needs=""):
     for block in found:
         code = compile("\n" * block.line + block.text, page, "exec")
         exec(code, {"__name__": "__main__"})
+    if "distopt" in sys.modules:
+        from distopt.comm import Logical, world
+
+        if isinstance(comm := world(), Logical):
+            comm.comm._logical = None  # the next page is a script of its own, whose processes are ranks
     return len(found)
 
 

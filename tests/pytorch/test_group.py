@@ -42,7 +42,7 @@ def test_group_communicators_pass_all_checks(size, tmp_path):
 def as_between_hosts(comm):
     """All checks on ranks that share nothing."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(process_group.Board, "open", lambda *_: None)
+    patch.setattr(process_group.Board, "open", lambda *_: [])
     patch.setattr(process_group, "_machine", lambda: f"host {comm.rank}")
     there = process_group.ProcessGroupCommunicator()
     assert there.spans_hosts or there.size == 1

@@ -22,7 +22,7 @@ NODES = {"dense": 1e-6, "half": 1e-3, "int8": 0.02, "int8 with memory": 0.02}
 def on_two_hosts(comm):
     """A communicator of the ranks, two of which are on each of two hosts."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(process_group.Board, "open", lambda *_: None)
+    patch.setattr(process_group.Board, "open", lambda *_: [])
     patch.setattr(process_group, "_machine", lambda: f"host {comm.rank // 2}")
     return process_group.ProcessGroupCommunicator()
 
