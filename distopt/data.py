@@ -55,7 +55,7 @@ class GlobalBatches:
         self._order: tuple[int, np.ndarray] = -1, np.empty(0, np.int64)
 
     def ids(self, rank: int, step: int | None = None) -> np.ndarray:
-        """Return the numbers of a rank's samples, ``(its part of the batch,)`` of int64, read-only.
+        """Return the numbers of a rank's samples, ``(its part of the batch,)`` of int64.
 
         Args:
             rank: the rank.
@@ -68,7 +68,8 @@ class GlobalBatches:
         batch = self._batch(step)
         if check_int("rank", rank, least=0) >= self.ranks:
             raise ValueError(f"rank must be below {self.ranks}, got {rank}")
-        return batch[slices(len(batch), self.ranks)[rank]]
+        # A copy, as torch warns of arrays that it cannot write to.
+        return batch[slices(len(batch), self.ranks)[rank]].copy()
 
     def weight(self, rank: int, step: int | None = None) -> float:
         """Return by what a rank's mean loss is multiplied, so that the mean over ranks is that over samples.
@@ -99,9 +100,7 @@ class GlobalBatches:
         if self._order[0] != epoch:
             # Raw numbers of a generator are the same with every numpy, unlike its permutations.
             keys = np.random.Philox(key=self.seed, counter=[0, 0, 0, epoch]).random_raw(self.samples)
-            order = np.argsort(keys, kind="stable")
-            order.flags.writeable = False
-            self._order = epoch, order
+            self._order = epoch, np.argsort(keys, kind="stable")
         return self._order[1][self._batches[number]]
 
     def __repr__(self) -> str:

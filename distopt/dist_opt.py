@@ -152,7 +152,6 @@ class DistOpt(SingaModes, SingaVerbs, Checkpointed):
         # what the last step was
         self._last: StepSpec | Averaged | None = None
         if self._model is not None:
-            engine.check_own_rank("a DistOpt with a PyTorch model")
             self._model.enroll(engine)
             if options.overlap:
                 self._model.overlap()
@@ -422,7 +421,17 @@ class DistOpt(SingaModes, SingaVerbs, Checkpointed):
             >>> opt.step_counter
             0
         """
-        return Joining(self._state, self._checkpointer, params, extra).rejoin()
+        others = {} if self._model is None else self._model.others
+
+        def state() -> dict[str, Any]:
+            return {"others": others, "extra": extra() if callable(extra) else extra}
+
+        sent = Joining(self._state, self._checkpointer, params, state).rejoin()
+        if sent is None:
+            return None
+        if self._model is not None:
+            self._model.take_others(sent["others"])
+        return {} if sent["extra"] is None else sent["extra"]
 
     # -- parameters that all ranks share
 

@@ -36,6 +36,10 @@ class Ranks(NamedTuple):
         }
         return [found[rank] for rank in range(self.size)]
 
+    def process_of(self, rank: int) -> int:
+        """Return the number of the process in which a rank lives."""
+        return next((process for process, there in enumerate(self.by_process) if rank in there), rank)
+
 
 def placed(size: int, kept: Sequence[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     """Place ranks in processes, as many in each, give or take one, so that as few as can be move.

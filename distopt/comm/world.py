@@ -20,7 +20,7 @@ from distopt.comm.threads import current_rank
 from distopt.resilience import membership
 from distopt.resilience.environment import LOGICAL, SPAWNED
 
-_worlds: dict[str, Communicator] = {}
+_worlds: list[Communicator] = []
 
 
 def world(device: str = "auto", logical: int | None = None) -> Communicator:
@@ -38,7 +38,8 @@ def world(device: str = "auto", logical: int | None = None) -> Communicator:
 
             * 'cpu': numpy arrays, over MPI.
             * 'cuda': cupy arrays, over NCCL; every rank has a separate GPU.
-            * 'auto': 'cuda' if on every rank the script has imported cupy and there are a GPU and NCCL, else 'cpu'.
+            * 'auto': that of the first call; in the first one 'cuda' if on every rank the script has imported cupy and
+              there are a GPU and NCCL, else 'cpu'.
         logical: ranks that live in these processes, at least as many as there are of these (``comm.Logical``), so that
             what a job learns does not depend on its processes; default: as before, at first that of ``distopt run
             --logical``, else each process is one rank.
@@ -73,18 +74,21 @@ def world(device: str = "auto", logical: int | None = None) -> Communicator:
 
 def _processes(device: str) -> Communicator:
     """Return the communicator of all processes."""
-    if device not in _worlds:
-        if membership.joins() and not _lacks_gpu(device, alone=False):
-            raise RuntimeError(
-                "a process cannot take the place of a lost rank that had a GPU yet: start without --restarts, or call "
-                "distopt.world('cpu') on all ranks"
-            )
-        comm = _waiting() if membership.joins() else _pick(device)
-        if membership.wanted() and (comm.size > 1 or comm.outside):
-            comm = Elastic(comm)
-            atexit.register(comm.leave)
-        _worlds[device] = comm
-    return _worlds[device]
+    for known in _worlds:
+        # A second communicator of the same processes would not know which of them the first one has lost, or let in.
+        if device == "auto" or (device == "cuda") == (known.gpu is not None):
+            return known
+    if membership.joins() and not _lacks_gpu(device, alone=False):
+        raise RuntimeError(
+            "a process cannot take the place of a lost rank that had a GPU yet: start without --restarts, or call "
+            "distopt.world('cpu') on all ranks"
+        )
+    comm = _waiting() if membership.joins() else _pick(device)
+    if membership.wanted() and (comm.size > 1 or comm.outside):
+        comm = Elastic(comm)
+        atexit.register(comm.leave)
+    _worlds.append(comm)
+    return comm
 
 
 def _waiting() -> Communicator:

@@ -167,7 +167,8 @@ class BucketStore:
             if rank not in known_ranks
         }
         of_ranks = {rank: known_ranks[rank] if rank in known_ranks else new[rank] for rank in ranks.here}
-        buckets = of_ranks[ranks.here[-1]]
+        # No rank lives in a process that waits to be let in.
+        buckets = of_ranks[ranks.here[-1]] if ranks.here else BucketSet(made, values, alloc, lambda number: {})
         if self.sharded and previous:
             buckets.adopt_parameters(previous)
         states = self._with_states(new, self.states())

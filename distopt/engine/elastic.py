@@ -49,6 +49,10 @@ class ElasticSteps:
             engine.sync_with_last_step()
 
         def exchange() -> Outcome | None:
+            if spec.epoch not in (None, engine.comm.epoch):
+                # What lost ranks have left is found as it was before this transaction until that ends.
+                engine.renew_plan()
+                return None
             attempt = engine.voted(engine.prepare, again, spec)
             if attempt is None:
                 return None

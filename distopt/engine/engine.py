@@ -80,8 +80,10 @@ class Engine:
         make_reducers: Callable[["Engine"], Reducers] | None = None,
     ):
         # kind, remedy, counted: for errors: the facade, what to do after a step that failed halfway, and an update.
-        if comm.ranks.logical and kind != "DistOpt":
-            raise ValueError(f"logical ranks must be those of a DistOpt, got {comm!r} for a {kind}")
+        if comm.ranks.logical and kind not in ("DistOpt", "Synchronizer"):
+            raise ValueError(
+                f"logical ranks must be those of a DistOpt, or of distopt.torch.synchronize, got {comm!r} for a {kind}"
+            )
         nonfinite = policy(options.nonfinite)
         # The threshold, in elements of a bucket, may be another one from the next step on.
         self.comm, self.options, self.kind = comm, options, kind
@@ -301,8 +303,8 @@ class Engine:
         if not attempt.error:
             found, missing = store.check.nonfinite_gradients(), attempt.missing
             if spec.arrived:
-                arrived = spec.arrived()
-                missing = [sum(1 << k for k, name in enumerate(store.collector.order) if name not in arrived)]
+                places, arrived = list(enumerate(store.collector.order)), map(spec.arrived, self.comm.ranks.here)
+                missing = [sum(1 << k for k, name in places if name not in names) for names in arrived]
             if found or any(missing):
                 report = encode(map(GradientReport, found or [{}] * len(missing), missing))
         texts = self.agree(progress.name, progress.calls, attempt.error, report, doubts=store.check.doubts)

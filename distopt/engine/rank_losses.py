@@ -50,13 +50,17 @@ class RankLosses:
             )
 
         def pairs() -> Iterable[Any]:
-            call = self._progress.calls
-            turn = RankTurn(call, [(seed, rank, call) for seed in self.seeds])
+            turn = self.turn(rank)
             with turn:
                 found = iterable(lambda: loss(rank))
             return found if isinstance(found, list | tuple) else _read_in(turn, found)
 
         return pairs
+
+    def turn(self, rank: int) -> "RankTurn":
+        """Return the context of a rank's loss in the present call."""
+        call = self._progress.calls
+        return RankTurn(call, [(seed, rank, call) for seed in self.seeds])
 
 
 class RankTurn(AbstractContextManager[None]):

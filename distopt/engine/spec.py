@@ -116,9 +116,12 @@ class StepSpec(NamedTuple):
     divisor: float | None = None
     # Names of the parameters that are updated; None updates all.
     only: Collection[str] | None = None
-    # Returns the names of the parameters whose gradients are new, once a loss has given them: others are of an earlier
-    # pass, and count where another rank has a new one.  None: all that a loss gives are new.
-    arrived: Callable[[], Collection[str]] | None = None
+    # Returns the names of the parameters of which a rank's gradients are new, once its loss has given them: others are
+    # of an earlier pass, and count where another rank has a new one.  None: all that a loss gives are new.
+    arrived: Callable[[int], Collection[str]] | None = None
+    # Of the ranks (``Communicator.epoch``) whose gradients there are: with others the step is not made.  None: a loss
+    # is called for those.
+    epoch: int | None = None
     # How far this rank is, which ranks compare; '' for nothing.
     clock: str = ""
     # The step's name in errors and votes.

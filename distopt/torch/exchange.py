@@ -1,8 +1,10 @@
 """Mean gradients of a PyTorch model over ranks, in any mode, where the model has them."""
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from distopt.compress.base import check_compressor
 from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed, watch_first_gradients
 from distopt.engine.nonfinite import Policy
+from distopt.engine.parameters import Loss
 from distopt.engine.spec import Options, StepSpec
 from distopt.resilience import membership
 from distopt.torch.adapter import TorchAdapter
@@ -178,13 +181,14 @@ class GradientExchange(Checkpointed):
 
         self._model.enroll(engine, check)
         self._model.let_go()
-        self._views: tuple[BucketSet | None, dict[str, torch.Tensor]] = (None, {})
+        # Of each rank that lives here, in which buckets.
+        self._views: dict[int, tuple[BucketSet, dict[str, torch.Tensor]]] = {}
 
     def _chosen(self) -> Compressor:
         """Return what is sent, and say by what gradients are divided, for the ranks that there are at each try."""
         # Powers of two round nothing, so that gradients may be divided by the number of ranks before they are added up:
         # a pass over the sums is saved.  Residuals stay in the units of the gradients.
-        size, sent = self.engine.comm.size, self.compressor
+        size, sent = self.engine.comm.ranks.size, self.compressor
         exact = (
             sent.traits.summable and not (sent.traits.stateful or sent.traits.may_overflow) and size & (size - 1) == 0
         )
@@ -202,11 +206,21 @@ class GradientExchange(Checkpointed):
 
         If a rank is lost, the next exchange makes other buckets.
         """
-        buckets, (of, views) = self.engine.store.buckets, self._views
-        if of is not buckets:
-            views = {p.name: as_tensor(buckets.view(p.name), like=p.like) for p in self._model.parameters}
-            self._views = buckets, views
-        return views
+        return self.views_of(self.communicator.ranks.here[-1])
+
+    def views_of(self, rank: int) -> dict[str, torch.Tensor]:
+        """Return the places of gradients in the buckets of a rank that lives here, by name."""
+        of_ranks = self.engine.store.of_ranks
+        self._views = {r: known for r, known in self._views.items() if of_ranks.get(r) is known[0]}
+        if rank not in self._views:
+            views = {p.name: as_tensor(of_ranks[rank].view(p.name), like=p.like) for p in self._model.parameters}
+            self._views[rank] = of_ranks[rank], views
+        return self._views[rank][1]
+
+    def buffers_of(self, rank: int) -> AbstractContextManager[None]:
+        """Return a context of a logical rank's pass, with the model's buffers as every rank's pass begins with them."""
+        buffers = self._model.rank_buffers
+        return buffers.of(rank) if buffers else contextlib.nullcontext()
 
     def exchange_gradients(
         self,
@@ -260,13 +274,34 @@ class GradientExchange(Checkpointed):
             if error:
                 raise error
 
-        spec = spec._replace(arrived=lambda: arrived, clock=self._clock())
+        self._step(pairs, spec._replace(arrived=lambda _: arrived, clock=self._clock()))
+        return set(self.engine.missing_everywhere)
+
+    def exchange_ranks(self, gradients: Mapping[int, Mapping[str, torch.Tensor]]) -> set[str] | None:
+        """Write mean gradients over logical ranks to ``views``.  Collective.
+
+        Args:
+            gradients: of each rank that lives here, by name, in its ``views_of`` or elsewhere.
+
+        Returns:
+            As ``exchange_gradients``; None if processes were lost, so that others have ranks without gradients yet.
+        """
+        epoch = self.engine.comm.epoch
+
+        def pairs(rank: int) -> Iterable[Any]:
+            found = ((p, gradients[rank].get(p.name)) for p in self._model.parameters)
+            return self._model.gradients(found)  # type: ignore[no-any-return]
+
+        self._step(pairs, self._spec._replace(arrived=gradients.__getitem__, clock=self._clock(), epoch=epoch))
+        return set(self.engine.missing_everywhere) if self.engine.comm.epoch == epoch else None
+
+    def _step(self, pairs: Loss, spec: StepSpec) -> None:
+        """Exchange gradients, whose means are infinite if they are not finite on some rank.  Collective."""
         with self._model.stream():
             applied = self.engine.step(pairs, spec, self._write_means)
-        if not applied:
+        if not applied and spec.epoch in (None, self.engine.comm.epoch):
             for view in self.views.values():
                 view.fill_(math.inf)
-        return set(self.engine.missing_everywhere)
 
     @property
     def may_overlap(self) -> bool:
@@ -298,6 +333,7 @@ class GradientExchange(Checkpointed):
             >>> sync.state_dict()["rank"]
             0
         """
+        self.engine.check_own_rank("state_dict")
         return of_rank(self.engine.comm, super().state_dict())
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -305,6 +341,7 @@ class GradientExchange(Checkpointed):
 
         What waits to be sent is, over all ranks, what it was; which rank it waits on is not.
         """
+        self.engine.check_own_rank("full_state_dict")
         comm = self.engine.comm
         state = comm.transaction(lambda: mean_over_ranks(super(GradientExchange, self).state_dict(), self.engine))
         return {"rank": None, "ranks": comm.size, "state": as_tensors(state)}
@@ -318,6 +355,7 @@ class GradientExchange(Checkpointed):
         Raises:
             ValueError: it is of another rank, or of another number of ranks, or belongs to another model.
         """
+        self.engine.check_own_rank("load_state_dict")
         super().load_state_dict(for_rank(self.engine.comm, state))
 
     def load(self, path: str | Path, params: Iterable[Any] | None = None) -> Any:

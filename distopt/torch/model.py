@@ -1,10 +1,11 @@
 """The parameters of a PyTorch model, and the gradients that a loss leaves in them, as a step wants both."""
 
+import contextlib
 import functools
 import itertools
 import queue
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +19,7 @@ from distopt.engine.agreement import Agreement
 from distopt.engine.engine import Engine
 from distopt.engine.parameters import Parameter
 from distopt.engine.views import admit, enroll
+from distopt.torch.rank_buffers import RankBuffers
 from distopt.torch.tensors import (
     as_array,
     as_array_like,
@@ -100,9 +102,11 @@ class TorchModel:
             raise ValueError("params must have a tensor that requires a gradient, got none")
         self._learn(self._with(trained))
         frozen = {n: t for n, t in self._names.values() if not t.requires_grad}
-        buffers = {n: t for n, t in params.named_buffers() if n not in ignored} if module else {}
+        self._buffers = {n: t for n, t in params.named_buffers() if n not in ignored} if module else {}
         # A module's buffers, and frozen parameters, by name.
-        self.others = {n: t.detach() for n, t in (buffers | frozen).items()}
+        self.others = {n: t.detach() for n, t in (self._buffers | frozen).items()}
+        # None where a process is one rank, whose buffers are its own.
+        self.rank_buffers: RankBuffers | None = None
 
     def _tensors(self) -> Iterator[tuple[str | None, torch.Tensor]]:
         """Yield the tensors that the model and the optimizer have now, with the names that these know."""
@@ -149,6 +153,9 @@ class TorchModel:
             if engine.store.broadcast_due:
                 self.agree_on_others(engine.agreement)
                 engine.transaction(lambda: self._broadcast(engine))
+        if engine.comm.ranks.logical and self._buffers:
+            self.rank_buffers = RankBuffers(engine.comm, self._buffers)
+            engine.hooks.append(self.rank_buffers)
 
     def take_in(self, engine: Engine) -> None:
         """Take in the parameters that require a gradient from now on, with rank 0's values.  Collective then."""
@@ -242,6 +249,12 @@ class TorchModel:
             if dense is not place:
                 place.copy_(dense)
 
+    def take_others(self, sent: Mapping[str, torch.Tensor]) -> None:
+        """Take another process's ``others``."""
+        with torch.no_grad():
+            for name, x in self.others.items():
+                x.copy_(sent[name])
+
     def stream(self) -> AbstractContextManager[Any]:
         """Return a context in which a step enqueues where torch does, on a GPU (``tensors.torchs_stream``)."""
         return torchs_stream(self._there())
@@ -294,11 +307,15 @@ class TorchModel:
     def gradients(self, loss: Any) -> Any:
         """Return a loss as (parameter, gradient) pairs want it."""
 
-        # A tensor's `backward()` is called, and finds no gradients of an earlier one; a callable returns a tensor or
-        # pairs.
-        def pairs() -> Any:
-            found = loss if isinstance(loss, torch.Tensor) else loss()
-            return self._backward(found) if isinstance(found, torch.Tensor) else self._of_pairs(found)
+        # A tensor's `backward()` is called, and finds no gradients of an earlier one; a callable, of a logical rank if
+        # there are such, returns a tensor or pairs.
+        def pairs(*rank: int) -> Any:
+            with self.rank_buffers.of(*rank) if self.rank_buffers else contextlib.nullcontext():
+                found = loss if isinstance(loss, torch.Tensor) else loss(*rank)
+                if isinstance(found, torch.Tensor):
+                    return self._backward(found)
+                # What it still computes is the rank's too.
+                return list(self._of_pairs(found)) if rank else self._of_pairs(found)
 
         return pairs if isinstance(loss, torch.Tensor) or callable(loss) else self._of_pairs(loss)
 

@@ -15,6 +15,7 @@ import queue
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from distopt.engine.joining import Joining
 from distopt.engine.spec import shows
 from distopt.torch.exchange import GradientExchange
 from distopt.torch.model import TWICE, TensorParameter
+from distopt.torch.rank_passes import RankPasses
 from distopt.torch.tensors import hand_over, is_dtensor
 
 LOG = logging.getLogger("distopt")
@@ -67,6 +69,11 @@ class GradientSlot:
         """Whether there is a gradient in other memory than that of the mean that was stored last."""
         gradient = self.gradient()
         return gradient is not None and (self._left is None or gradient.data_ptr() != self._left[0])
+
+    def clear(self) -> None:
+        """Take the gradient away."""
+        if (parameter := self.find()) is not None:
+            parameter.grad = None
 
     def store(self, view: torch.Tensor) -> None:
         """Give the model the mean that is in a bucket, in ``view``."""
@@ -108,11 +115,15 @@ class Synchronizer(GradientExchange):
         self._homes = {p.name: GradientSlot(p) for p in self._model.parameters}
         self._names = {id(p.original): p.name for p in self._model.parameters}
         self._sharded = any(home.sharded for home in self._homes.values())
+        # Of logical ranks; None where a process is one.
+        self._passes = RankPasses(self, self._homes, self._error) if self.communicator.ranks.logical else None
+        if self._sharded:
+            self.engine.check_own_rank("a model of shards")
         # gradients that were added to since the last exchange
         self._arrived: set[str] = set()
         # and in this backward pass
         self._came: set[str] = set()
-        self._syncs, self._waits = True, False
+        self._syncs, self._waits = self._passes is None, False
         # of the parameters, when this backward pass began
         self._versions: dict[str, int] = {}
         self._early: EarlyExchange | None = None
@@ -143,6 +154,56 @@ class Synchronizer(GradientExchange):
         finally:
             self._syncs = before
 
+    @property
+    def logical(self) -> Iterator[int]:
+        """The logical ranks that live in this process, one after the other, for the passes of a step.  Collective.
+
+        When the last one's are done the gradients are exchanged, and ``p.grad`` are means over all ranks.  If a process
+        is lost before, the ranks of which others have taken over come after those.
+
+        Raises:
+            ValueError: the communicator has no logical ranks.
+
+        Example:
+            >>> import torch
+            >>> import distopt.torch as dt
+            >>> from distopt.comm import Logical, LocalCommunicator
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> sync = dt.synchronize(model, group=Logical(LocalCommunicator(), 3))
+            >>> for rank in sync.logical:
+            ...     with sync.of(rank):
+            ...         (rank * model(torch.ones(1, 1))).sum().backward()
+            >>> model.weight.grad
+            tensor([[1.]])
+        """
+        return self._turns(self._rank_passes())
+
+    def _turns(self, passes: RankPasses) -> Iterator[int]:
+        yield from passes.turns()
+        self._exchanges += 1
+
+    def of(self, rank: int) -> AbstractContextManager[None]:
+        """Return a context of the forward and backward passes of a logical rank, whose gradients add up.
+
+        It begins without gradients, with the rank's random numbers, and with the buffers that all ranks' passes begin
+        with: after the step these are rank 0's, as with DistributedDataParallel.
+
+        Args:
+            rank: that which ``logical`` has yielded last.
+
+        Raises:
+            ValueError: it is another one, or the communicator has no logical ranks.
+        """
+        return self._rank_passes().of(rank)
+
+    def _rank_passes(self) -> RankPasses:
+        if self._passes is None:
+            raise ValueError(
+                f"ranks must be logical, as with distopt run --logical V or distopt.world(logical=V), got "
+                f"{self.communicator!r}"
+            )
+        return self._passes
+
     def exchange(self) -> None:
         """Exchange what is in ``p.grad`` on each rank, and leave the means over ranks there.  Collective.
 
@@ -164,6 +225,7 @@ class Synchronizer(GradientExchange):
             ...     p.grad = gradient.clamp(max=0.5)
             >>> sync.exchange()  # p.grad are means over ranks
         """
+        self.engine.check_own_rank("exchange")
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError("exchange must be called outside of a backward pass, which exchanges when it ends")
         self._report_failure()
@@ -210,7 +272,7 @@ class Synchronizer(GradientExchange):
             more = extra() if callable(extra) else extra
             return {
                 "scripts": [part.state_dict() for part in scripts],
-                "others": {name: x.detach() for name, x in self._model.others.items()},
+                "others": self._model.others,
                 "steps": self._steps,
                 "extra": {} if more is None else more,
             }
@@ -220,9 +282,7 @@ class Synchronizer(GradientExchange):
             return None
         for part, its_state in zip(scripts, sent["scripts"], strict=True):
             part.load_state_dict(its_state)
-        with torch.no_grad():
-            for name, x in self._model.others.items():
-                x.copy_(sent["others"][name])
+        self._model.take_others(sent["others"])
         self._steps = sent["steps"]
         return sent["extra"]
 
@@ -277,7 +337,9 @@ class Synchronizer(GradientExchange):
         """Note that a gradient came.  An undefined one comes too, and adds nothing."""
         if self._syncs and not self._waits:
             self._begin()
-        if p.grad is not None:
+        if self._passes:
+            self._passes.note(name)
+        elif p.grad is not None:
             if self._early:
                 self._early.put(name, p.grad, again=name in self._came)
             self._came.add(name)
@@ -432,6 +494,7 @@ class Synchronizer(GradientExchange):
 
     def _mean_loss(self, loss: Any) -> Any:
         """Return the mean over ranks of a loss, in float64, in rank order; what is no number as it is.  Collective."""
+        self.engine.check_own_rank("a closure of an optimizer")
         value = loss.item() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
         report = float(value).hex() if isinstance(value, int | float) else "nothing"
         agreement, progress = self.engine.agreement, self.engine.progress

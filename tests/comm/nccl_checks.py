@@ -314,4 +314,6 @@ def worlds_over_mpi(comm):
     with pytest.raises(RuntimeError, match=r"rank 1: no GPU for NCCL: NCCL 2\.13\.0 is too old"):
         distopt.world("cuda")
     assert "rank 1: NCCL 2.13.0 is too old" in repr(distopt.world("auto")) or comm.rank == 1
+    known.clear()
     assert "device='cpu'; " in repr(distopt.world("cpu"))
+    assert distopt.world("auto") is distopt.world("cpu")

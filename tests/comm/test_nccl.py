@@ -791,7 +791,7 @@ def test_world_under_a_launcher_is_made_for_every_device(tmp_path):
 
 @pytest.fixture
 def fresh_world(monkeypatch):
-    monkeypatch.setattr(sys.modules["distopt.comm.world"], "_worlds", {})
+    monkeypatch.setattr(sys.modules["distopt.comm.world"], "_worlds", [])
     monkeypatch.setattr(sys.modules["distopt.comm.world"], "transport", lambda *_: Transport("", "no launcher"))
     return monkeypatch
 

@@ -139,7 +139,7 @@ def test_a_process_with_a_gpu_cannot_take_the_place_of_a_lost_rank(monkeypatch):
     world = sys.modules["distopt.comm.world"]
     monkeypatch.setattr(world.membership, "joins", lambda: True)
     monkeypatch.setattr(world, "_lacks_gpu", lambda device, alone: "")
-    monkeypatch.setattr(world, "_worlds", {})
+    monkeypatch.setattr(world, "_worlds", [])
     with pytest.raises(RuntimeError, match="start without --restarts"):
         world.world("cuda")
 

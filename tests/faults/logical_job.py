@@ -24,6 +24,7 @@ import distopt
 from distopt import DistOpt, Parameter, kernels, run_ranks
 from distopt.comm import Logical
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8, Packed, TopK
+from distopt.data import GlobalBatches
 from distopt.optim import SGD, Adam
 
 V, STEPS, SHAPES = 12, 12, [(600, 700), (7,), (400_000,)]
@@ -57,15 +58,82 @@ class Training:
     def step(self):
         self.opt.step(self.loss, self.compressor, exchange=self.exchange)
 
+    def rejoin(self):
+        self.opt.rejoin(self.params)
+
+    def learned(self):
+        return [p.data for p in self.params]
+
     def digests(self):
         """Of the parameters, and of what each rank here keeps."""
+        states = self.opt.engine.store.states()
         kept = {
-            rank: _digest(
+            str(rank): _digest(
                 f"{name} {p}".encode() + of[name][p].tobytes() for name in sorted(of) for p in sorted(of[name])
             )
-            for rank, of in self.opt.state_dict()["states"].items()
+            for rank, of in states.items()
         }
-        return _digest(p.data.tobytes() for p in self.params), kept
+        return _digest(x.tobytes() for x in self.learned()), kept
+
+
+class TorchTraining(Training):
+    """A model of PyTorch with dropout and batch normalization."""
+
+    def __init__(self, comm, mode):
+        import torch
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        nn = torch.nn
+        layers = nn.Linear(64, 600), nn.BatchNorm1d(600), nn.ReLU(), nn.Dropout(0.2), nn.Linear(600, 700)
+        self.model, self.entropy = nn.Sequential(*layers), nn.functional.cross_entropy
+        self.x = torch.from_numpy(np.random.default_rng(0).standard_normal((480, 64)).astype(np.float32))
+        self.y, self.data = torch.arange(480) % 700, GlobalBatches(480, batch=96, seed=0, ranks=V)
+        self.rule = torch.optim.AdamW(self.model.parameters(), 0.01)
+        self.compressor, self.exchange, _ = MODES["packed top-K in two phases"]
+
+    def loss(self, rank):
+        ids = self.data.ids(rank)
+        return self.entropy(self.model(self.x[ids]), self.y[ids])
+
+    def rejoin(self):
+        self.opt.rejoin()
+
+    def learned(self):
+        return [x.numpy() for x in self.model.state_dict().values()]
+
+
+class Synchronized(TorchTraining):
+    """Steps of the script's optimizer."""
+
+    def __init__(self, comm, mode):
+        from distopt.torch import synchronize
+
+        super().__init__(comm, mode)
+        given = {"optimizer": self.rule, "group": comm, "exchange": self.exchange}
+        self.opt = synchronize(self.model, self.compressor, **given)
+
+    def step(self):
+        for rank in self.opt.logical:
+            with self.opt.of(rank):
+                self.loss(rank).backward()
+        self.rule.step()
+
+
+class Wrapped(TorchTraining):
+    """Steps of a DistOpt."""
+
+    def __init__(self, comm, mode):
+        super().__init__(comm, mode)
+        self.opt = DistOpt(self.rule, comm, params=self.model)
+
+
+TORCH = {"torch, synchronized": Synchronized, "torch, DistOpt": Wrapped}
+
+
+def made(comm, mode):
+    """A training in a mode."""
+    return TORCH.get(mode, Training)(comm, mode)
 
 
 def _digest(parts):
@@ -76,7 +144,7 @@ def alone(mode):
     """What one process learns."""
 
     def main(comm):
-        training = Training(Logical(comm, V), mode)
+        training = made(Logical(comm, V), mode)
         while training.opt.step_counter < STEPS:
             training.step()
         return training.digests()
@@ -121,9 +189,9 @@ class Kernels:
 
 def train(mode, folder, plan):
     """Train; ``plan``: by member, the step in which it is killed, and after what part of its kernels, or more."""
-    training = Training(distopt.world("cpu", logical=V), mode)
+    training = made(distopt.world("cpu", logical=V), mode)
     opt, member = training.opt, os.environ.get("DISTOPT_MEMBER", "0")
-    opt.rejoin(training.params)
+    training.rejoin()
     running, (at, part, later) = Kernels(), plan.get(member, (-1, 0.0, 0.0))
     while opt.step_counter < STEPS:
         if opt.step_counter == at:
@@ -167,7 +235,7 @@ def main():
         return train(mode, Path(folder), json.loads(plan))
     inside, failed = collections.Counter(), 0
     for seed in range(args.seed, args.seed + args.jobs):
-        for mode in args.modes or MODES:
+        for mode in args.modes or [*MODES, *TORCH]:
             with tempfile.TemporaryDirectory() as folder:
                 killed, wrong = job(mode, seed, Path(folder))
             inside.update(killed)

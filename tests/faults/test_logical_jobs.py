@@ -18,7 +18,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("seed", every(9, range(9)))
-@pytest.mark.parametrize("mode", logical_job.MODES)
+@pytest.mark.parametrize("mode", [*logical_job.MODES, *logical_job.TORCH])
 def test_four_of_five_processes_are_killed(tmp_path, mode, seed):
     killed, wrong = logical_job.job(mode, seed, tmp_path)
     assert len(killed) == 4
@@ -29,9 +29,9 @@ GROWS = """
 import sys, time
 sys.path[:0] = {path!r}
 import distopt, logical_job, os, signal
-training = logical_job.Training(distopt.world("cpu"), {mode!r})
+training = logical_job.made(distopt.world(), {mode!r})
 opt, member = training.opt, int(os.environ["DISTOPT_MEMBER"])
-opt.rejoin(training.params)
+training.rejoin()
 while opt.step_counter < logical_job.STEPS:
     k = opt.step_counter
     if (k, member) in ((2, 1), (4, 0), (6, 2)):
@@ -44,7 +44,7 @@ print("learned", learned, opt.communicator.size, *(f"{{rank}}:{{of}}" for rank, 
 """
 
 
-@pytest.mark.parametrize("mode", ["packed top-K in two phases", "dgc", "three batches"])
+@pytest.mark.parametrize("mode", ["packed top-K in two phases", "dgc", "three batches", *logical_job.TORCH])
 def test_three_of_four_are_killed_and_two_come_back(tmp_path, mode):
     script = tmp_path / "script.py"
     script.write_text(GROWS.format(path=[os.path.dirname(logical_job.__file__)], mode=mode))

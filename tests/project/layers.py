@@ -27,7 +27,8 @@ HEAVY = {
     },
     "torch": {
         *("comm/process_group.py", "comm/gloo.py", "comm/epoch_ranks.py", "torch/ddp.py", "torch/exchange.py"),
-        *("torch/local_steps.py", "torch/model.py", "torch/state.py", "torch/synchronize.py", "torch/tensors.py"),
+        *("torch/local_steps.py", "torch/model.py", "torch/rank_buffers.py", "torch/rank_passes.py", "torch/state.py"),
+        *("torch/synchronize.py", "torch/tensors.py"),
     },
     "matplotlib": {"lab/commands/plotting.py"},
 }

@@ -1,0 +1,263 @@
+"""Logical ranks of PyTorch models: one model in a process, several ranks' passes, the same bits wherever they live."""
+
+import copy
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
+from torch import nn  # noqa: E402
+
+import distopt.torch as dt  # noqa: E402
+from distopt import DistOpt, run_ranks  # noqa: E402
+from distopt.comm import LocalCommunicator, Logical  # noqa: E402
+from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, Half, Int8, Packed, TopK  # noqa: E402
+from distopt.data import GlobalBatches  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+V, STEPS = 6, 5
+MODES = {
+    "dense": (Dense(), "auto"),
+    "half": (Half(), "auto"),
+    "int8 in two phases": (ErrorFeedback(Int8()), "two_phase"),
+    "top-K gathered": (ErrorFeedback(TopK(0.1)), "gather"),
+    "packed top-K in two phases": (ErrorFeedback(Packed(TopK(0.1))), "two_phase"),
+    "dgc": (DeepGradientCompression(TopK(0.1)), "gather"),
+}
+SEEDED = threading.Lock()
+X = torch.from_numpy(np.random.default_rng(0).standard_normal((96, 8)).astype(np.float32))
+Y = torch.arange(96) % 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def network():
+    with SEEDED:  # threads have one generator
+        torch.manual_seed(0)
+        layers = nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4)
+        return nn.Sequential(*layers)
+
+
+def rule(model, mode):
+    return torch.optim.SGD(model.parameters(), 0.1) if mode == "dgc" else torch.optim.AdamW(model.parameters(), 0.01)
+
+
+class Training:
+    """A model, and steps of it with ``synchronize`` or with ``DistOpt``."""
+
+    def __init__(self, comm, mode, synchronized, ranks=V):
+        self.model, self.data = network(), GlobalBatches(96, batch=48, seed=0, ranks=ranks)
+        self.rule, (compressor, exchange), comm = rule(self.model, mode), MODES[mode], Logical(comm, ranks)
+        self.kept = (
+            dt.synchronize(self.model, compressor, optimizer=self.rule, group=comm, exchange=exchange)
+            if synchronized
+            else DistOpt(self.rule, comm, params=self.model)
+        )
+        self.step = self.synchronized if synchronized else lambda: self.kept.step(self.loss, compressor, True, exchange)
+
+    def loss(self, rank):
+        ids = self.data.ids(rank)
+        return nn.functional.cross_entropy(self.model(X[ids]), Y[ids])
+
+    def synchronized(self):
+        for rank in self.kept.logical:
+            with self.kept.of(rank):
+                self.loss(rank).backward()
+        self.rule.step()
+
+    def learned(self):
+        return {name: x.numpy().tobytes() for name, x in self.model.state_dict().items()}
+
+
+def trained(comm, mode, synchronized, steps=STEPS):
+    training = Training(comm, mode, synchronized)
+    for _ in range(steps):
+        training.step()
+    return training.learned()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_number_of_processes_learns_the_same_with_dropout_and_batch_normalization(mode):
+    synchronized = (True, True, True, False, False)
+    found = [
+        learned
+        for processes, way in zip((1, 4, V, 1, 3), synchronized, strict=True)
+        for learned in run_ranks(processes, lambda comm, way=way: trained(comm, mode, way))
+    ]
+    assert all(each == found[0] for each in found)
+    begun = {name: x.numpy().tobytes() for name, x in network().state_dict().items()}
+    assert all(found[0][name] != begun[name] for name in ("4.weight", "1.running_mean", "1.num_batches_tracked"))
+
+
+def test_running_means_are_those_of_rank_0():
+    learned, _ = run_ranks(2, lambda comm: trained(comm, "dense", True, steps=1))
+    first = network()
+    first(X[GlobalBatches(96, batch=48, seed=0, ranks=V).ids(0, 0)])
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        assert learned[name] == first.state_dict()[name].numpy().tobytes()
+
+
+def weighted(comm, factors):
+    """The means of gradients ``factors[rank] * x`` of each rank, of a layer; None brings none."""
+    layer, other = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+    model = nn.ModuleList([layer, other])
+    sync = dt.synchronize(model, group=Logical(comm, len(factors)))
+    for rank in sync.logical:
+        with sync.of(rank):
+            for factor in factors[rank]:
+                (factor * layer(torch.arange(3.0))).sum().backward()
+    return [None if p.grad is None else p.grad.numpy().copy() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_gradients_are_means_over_ranks(processes):
+    factors = [(1.5, 2.0), (-4.0,), (), (0.25,), (3.0, 1.0, 1.0)]  # some passes add up, one rank has none
+    for mean, absent in run_ranks(processes, lambda comm: weighted(comm, factors)):
+        expected = sum(map(sum, factors)) / 5 * np.arange(3.0)
+        np.testing.assert_allclose(mean, [expected], rtol=1e-6)
+        assert absent is None  # no rank has a gradient of that layer
+
+
+def test_what_is_not_finite_on_one_rank_is_infinite_on_all():
+    for mean, _ in run_ranks(2, lambda comm: weighted(comm, [(1.0,), (2.0,), (float("nan"),), (1.0,)])):
+        assert np.isinf(mean).all()
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_a_checkpoint_goes_on_with_another_number_of_processes(tmp_path, synchronized):
+    mode = "packed top-K in two phases"
+
+    def first(comm):
+        training = Training(comm, mode, synchronized)
+        for _ in range(3):
+            training.step()
+        training.kept.save(tmp_path)
+        return training.model.state_dict(), training.rule.state_dict()
+
+    saved, of_rule = run_ranks(2, first)[0]
+
+    def second(comm):
+        training = Training(comm, mode, synchronized)
+        training.model.load_state_dict(saved)
+        training.rule.load_state_dict(copy.deepcopy(of_rule))
+        training.kept.load(tmp_path)
+        for _ in range(STEPS - 3):
+            training.step()
+        return training.learned()
+
+    whole = run_ranks(1, lambda comm: trained(comm, mode, synchronized))[0]
+    assert run_ranks(3, second) == [whole] * 3
+
+
+def test_an_error_in_the_pass_of_one_rank_is_that_of_all():
+    def main(comm):
+        training = Training(comm, "dense", True)
+        loss = training.loss
+        training.loss = lambda rank: loss(rank) if rank != 4 else {}[7]
+        with pytest.raises((KeyError, RuntimeError)) as found:
+            training.step()
+        training.loss = loss
+        training.step()
+        return str(found.value), training.learned()
+
+    (first, learned), (second, same) = run_ranks(2, main)
+    assert (first, second) == ("rank 1: KeyError: 7", "7")
+    assert learned == same
+
+
+def leave(sync, model):
+    for _ in sync.logical:
+        break
+
+
+def twist(sync, model):
+    for rank in sync.logical:
+        with sync.of(rank + 1):
+            pass
+
+
+def forget(sync, model):
+    for _ in sync.logical:
+        pass
+
+
+def graph(sync, model):
+    for rank in sync.logical:
+        with sync.of(rank):
+            with warnings.catch_warnings(action="ignore"):
+                model(torch.ones(1, 3)).sum().square().backward(create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (lambda sync, model: model(torch.ones(1, 3)).sum().backward(), r"must be in `with sync.of\(rank\):`"),
+        (lambda sync, model: sync.of(0).__enter__(), "rank must be a rank that sync.logical yields, got 0"),
+        (lambda sync, model: sync.exchange(), "exchange must be of processes that are one rank each"),
+        (lambda sync, model: sync.state_dict(), "state_dict must be of processes that are one rank each"),
+        (lambda sync, model: sync.full_state_dict(), "full_state_dict must be of processes that are one rank each"),
+        (lambda sync, model: sync.load_state_dict({}), "load_state_dict must be of processes that are one rank each"),
+        (twist, "rank must be 0, whose turn it is, got 1"),
+        (forget, r"the passes of rank 0 must be in `with sync.of\(0\):`"),
+        (graph, "a gradient must be without a graph"),
+    ],
+)
+def test_what_is_wrong_is_told_and_the_next_step_goes_on(use, text):
+    model = nn.Linear(3, 2)
+    sync = dt.synchronize(model, group=Logical(LocalCommunicator(), 3))
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        use(sync, model)
+    model.zero_grad()
+    for rank in sync.logical:
+        with sync.of(rank):
+            (rank * model(torch.ones(1, 3))).sum().backward()
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))
+
+
+def test_others_hear_of_a_loop_that_was_left():
+    def main(comm):
+        training = Training(comm, "dense", True)
+        if comm.rank == 1:
+            return leave(training.kept, training.model)
+        with pytest.raises(RuntimeError, match=r"the loop over sync\\.logical was left in the turn of logical rank 3"):
+            training.step()
+
+    run_ranks(2, main)
+
+
+def test_a_closure_is_refused():
+    model = nn.Linear(3, 2)
+    rule = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    sync = dt.synchronize(model, group=Logical(LocalCommunicator(), 2))
+
+    def closure():
+        for rank in sync.logical:
+            with sync.of(rank):
+                model(torch.ones(1, 3)).sum().backward()
+        return torch.tensor(1.0)
+
+    with pytest.raises(ValueError, match="a closure of an optimizer must be of processes that are one rank each"):
+        rule.step(closure)
+
+
+def test_ranks_must_be_logical():
+    sync = dt.synchronize(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="ranks must be logical, as with distopt run --logical V"):
+        sync.logical  # noqa: B018
+    with pytest.raises(ValueError, match="ranks must be logical"):
+        sync.of(0)
+
+
+def test_what_has_no_logical_ranks_refuses_them():
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"must be those of a DistOpt, or of distopt.torch.synchronize"):
+        dt.local_steps(model, torch.optim.SGD(model.parameters(), 0.1), every=3, group=Logical(LocalCommunicator(), 2))
