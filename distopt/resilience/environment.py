@@ -24,6 +24,8 @@ MEMBER = "DISTOPT_MEMBER"
 SPAWNED = "DISTOPT_SPAWNED"
 # address of this machine by which ranks of others reach it
 ADDRESS = "DISTOPT_ADDRESS"
+# number of the file descriptor of the socket over which the launcher asks a process for forks
+WARM = "DISTOPT_WARM"
 # '1' for a process that takes the place of a lost rank
 JOINS = "DISTOPT_JOINS"
 # the process that has become a rank, and a digest of what made it one
@@ -120,5 +122,5 @@ def number_in_job(environ: Mapping[str, str] = os.environ) -> int:
 
 def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without what a launcher around this process, or before it in this shell, has set."""
-    names = {RUN_ID, OWNER, JOINS, WANTED, LINE, MEMBER, ADDRESS, SPAWNED}
+    names = {RUN_ID, OWNER, JOINS, WANTED, LINE, MEMBER, ADDRESS, SPAWNED, WARM}
     return {name: value for name, value in environ.items() if name not in names and not IDENTITY.match(name)}

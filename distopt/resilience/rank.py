@@ -9,6 +9,7 @@ import importlib.util
 import os
 import runpy
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -35,6 +36,11 @@ def main() -> None:
     """Enter the job, then run the script; an exit code other than 0 ends all ranks that cannot continue without."""
     if not sys.flags.safe_path:
         del sys.path[0]  # this folder
+    if environment.WARM in os.environ:
+        line = socket.socket(fileno=int(os.environ.pop(environment.WARM)))
+        job.end_with_parent()
+        (own,) = _load("forks").serve(line, ["numpy", "torch", "distopt"])
+        os.environ[environment.LINE] = str(own)
     # a shell's, of its background jobs; distopt run passes it on
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,7 +7,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from distopt.resilience import job
 from distopt.resilience.report import names, waiting
+from distopt.run.warm import Process
 
 # PIDFD_GET_INFO of linux/pidfd.h, which tells how a process has ended, whoever was its parent, from Linux 6.15 on
 INFO = struct.Struct("=QQ11Ii")
@@ -52,7 +52,11 @@ class ExitWatch:
     """The processes of a job's ranks, in the order in which they ended, even if they are checked late."""
 
     def __init__(
-        self, folder: Path, size: int, launcher: int, children: "Mapping[int, subprocess.Popen[bytes]] | None" = None
+        self,
+        folder: Path,
+        size: int,
+        launcher: int,
+        children: Mapping[int, Process] | None = None,
     ):
         # children: known before they have left a mark
         self._folder, self._size, self._children = folder, size, dict(children or {})

@@ -176,14 +176,20 @@ class Members(Children):
     """The ranks of an elastic job without MPI: this node's children, those of all other nodes, and their rendezvous."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path, nodes: Sequence[Node] = ()
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        ranks: int,
+        folder: Path,
+        nodes: Sequence[Node] = (),
+        grows: bool = False,
     ):
         self._nodes = nodes  # whose launchers start ranks of this job too
         self._count = ranks + sum(len(node.ranks) for node in nodes)
         self._rendezvous = Rendezvous(range(self._count), self._send, folder, self._count)
         self._order: list[int] = []  # in which ranks ended, as far as it is known here
         env = {**env, ADDRESS: nodes[0].link.address if nodes else LOOPBACK}
-        super().__init__(command, env, range(ranks), folder, self._rendezvous.hear)
+        super().__init__(command, env, range(ranks), folder, self._rendezvous.hear, grows)
         self.lines.start()
         self._threads = [
             threading.Thread(target=node.hear, args=[self._rendezvous.hear], name=f"node {node.number}", daemon=True)

@@ -50,7 +50,7 @@ def say(text: str) -> None:
         sys.stderr = open(os.devnull, "w")
 
 
-def end(processes: "Sequence[subprocess.Popen[Any]]", grace: float = GRACE) -> None:
+def end(processes: Sequence[Any], grace: float = GRACE) -> None:
     """Ask processes to end, and kill what is left after ``grace`` seconds, ranks that ignore signals too."""
     # launchers start sessions of their own
     family = [pid for process in processes for pid in descendants(process.pid)]

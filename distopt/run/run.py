@@ -187,7 +187,7 @@ def start_elastic(args: argparse.Namespace) -> int:
                 (folder / job.REQUESTS).mkdir()
             started = Launched(launcher.command(ranks, *ULFM), command, env, ranks, folder)
         else:
-            started = Members(command, env, ranks, folder, nodes)
+            started = Members(command, env, ranks, folder, nodes, args.restarts + args.spares > 0)
         size = ranks + sum(len(node.ranks) for node in nodes)
         supervisor = Supervisor(started, size, elastic=True, restarts=args.restarts, spares=args.spares)
         return supervisor.supervise(args.timeout)

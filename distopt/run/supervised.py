@@ -14,13 +14,14 @@ from distopt.run.exit_watch import ExitWatch
 from distopt.run.processes import end
 from distopt.run.rendezvous import RankLinks
 from distopt.run.tagged import Tagged
+from distopt.run.warm import Process, WarmProcess
 
 
 class Supervised(ExitWatch):
     """The processes of a job, and what ``Supervisor`` asks of those of an elastic one."""
 
     meet_all: bool  # whether no rank gets through `distopt.world()` if one has ended before
-    processes: "list[subprocess.Popen[bytes]]"
+    processes: list[Process]
 
     def running(self) -> bool:
         """Whether any process of the job runs."""
@@ -40,6 +41,11 @@ class Supervised(ExitWatch):
     def replace(self) -> int:
         """Start a process in the place of a lost one, and return its number."""
         raise NotImplementedError
+
+    @property
+    def starts_soon(self) -> bool:
+        """Whether a process that starts now does so as soon as any will."""
+        return True
 
     def awaited(self) -> set[int]:
         """The ranks that others wait for, as far as this process knows."""
@@ -87,9 +93,12 @@ class Children(Supervised):
         members: Iterable[int],
         folder: Path,
         hear: Callable[[int, dict[str, Any] | None], object],
+        grows: bool = False,
     ):
         # hear: is given a number, and a message of that rank; None when it has ended
+        # grows: others are to be started later
         self._command, self._env = command, env
+        self._warm: WarmProcess | None = None
         self.processes = []
         self.lines = RankLinks(hear)
         children = {member: self._start(member, job.end_with_parent) for member in members}
@@ -98,15 +107,22 @@ class Children(Supervised):
             Tagged({_file(child.stderr): rank for rank, child in children.items()}, 2),
         ]
         super().__init__(folder, len(children), -1, children)
+        if grows:
+            self._warm = WarmProcess(command, env)
 
-    def _start(self, member: int, before: Callable[[], object] | None = None) -> "subprocess.Popen[bytes]":
+    @property
+    def starts_soon(self) -> bool:
+        return self._warm is None or self._warm.is_ready
+
+    def _start(self, member: int, before: Callable[[], object] | None = None) -> Process:
         """Start a rank; ``before`` is called in it first, which only a process without threads may ask for."""
         line = self.lines.add(member)
-        variables = {LINE: str(line.fileno()), MEMBER: str(member)}
+        variables = {MEMBER: str(member)} | ({} if before else {JOINS: "1"})
         with line:
-            child = subprocess.Popen(
+            fork = self._warm.fork(variables, line.fileno()) if self._warm else None
+            child: Process = fork or subprocess.Popen(
                 self._command,
-                env={**self._env, **variables, **({} if before else {JOINS: "1"})},
+                env={**self._env, **variables, LINE: str(line.fileno())},
                 stdin=subprocess.DEVNULL if member else None,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -123,6 +139,8 @@ class Children(Supervised):
         self._outputs += [Tagged({_file(child.stdout): member}, 1), Tagged({_file(child.stderr): member}, 2)]
 
     def close(self, code: int = 0) -> None:
+        if self._warm:
+            self._warm.close()
         for output in self._outputs:
             output.close()
         self.lines.close()

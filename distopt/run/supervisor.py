@@ -57,8 +57,6 @@ class Supervisor:
     def supervise(self, timeout: float | None) -> int:
         """Wait for the end of the job, at most ``timeout`` seconds; return its exit code."""
         limit = math.inf if timeout is None else time.monotonic() + timeout
-        for _ in range(self._spares):
-            self._started.replace()
         with handling_signals(self.ask):
             while self._started.running():
                 self._look(POLL_SECONDS)
@@ -127,6 +125,9 @@ class Supervisor:
 
     def _look(self, seconds: float) -> None:
         """Wait for an end for so many seconds; act on ends and complaints."""
+        if self._spares and self._started.starts_soon:
+            self._spares -= 1
+            self._started.replace()
         ranks = self._started.look(seconds)
         if not self._elastic:
             self._end_at_fault(ranks)
