@@ -15,7 +15,7 @@ from distopt import device
 from distopt.comm.communicator import Communicator, Groups, Ragged, Wrapper
 from distopt.comm.control import fingerprint
 from distopt.comm.joiner import WAITS
-from distopt.resilience import job
+from distopt.resilience import job, membership
 
 LOG = logging.getLogger("distopt")
 T = TypeVar("T")
@@ -77,6 +77,27 @@ class Elastic(Wrapper):
         On a communicator that ``separate`` has made: in ``tell_resized``, as another thread may use it.
         """
         self._resized.append(callback)
+
+    def resize(self, processes: int) -> None:
+        """Go on with so many processes: those of higher rank end, or the launcher starts others.  Collective.
+
+        Raises:
+            RuntimeError: there are fewer, and nobody can start others.
+            SystemExit: in those of higher rank.
+        """
+        launcher = membership.line()
+        if processes > self.size and launcher is None:
+            raise RuntimeError(
+                f"processes must be at most {self.size} but over torch (distopt run --elastic --over torch), got "
+                f"{processes}"
+            )
+        tells = launcher.resize if launcher and self.rank == 0 else lambda _: None
+        self.collective(f"resize to {processes}", lambda: tells(processes))
+        if self.rank >= processes:
+            if launcher:
+                launcher.leave()
+                self._epochs.left.set()
+            raise SystemExit(0)
 
     def on_epoch(self, begin: Callable[[], object]) -> None:
         """Call ``begin`` at the start of the first transaction of every epoch from the next one on; it may exchange."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from distopt.buckets import Plan
-from distopt.checks import check_bool
+from distopt.checks import check_bool, check_int
 from distopt.comm import Communicator, in_rank_order, world
 from distopt.engine.checkpointer import Checkpointer
 from distopt.engine.engine import Engine
@@ -208,6 +208,36 @@ class Facade:
             raise TypeError(f"callback must be callable with (rank, size), got {callback!r:.60}")
         if self._ranks.membership:
             self._ranks.membership.on_resize(callback)
+
+    def resize(self, processes: int) -> None:
+        """Go on with so many processes, under ``distopt run --elastic``.  Collective.
+
+        Where there are more, those of the highest ranks end their scripts, with exit code 0.  Where there are fewer,
+        the launcher starts others, over torch, which the next steps let in when they come (``rejoin``).  What the job
+        learns stays the same with logical ranks; else the mean is one over more or fewer ranks, and what those that
+        leave have not sent yet is lost.
+
+        Args:
+            processes: their number, at least 1, and at most that of logical ranks.
+
+        Raises:
+            TypeError: it is no integer.
+            ValueError: it is out of range, or another one on another rank.
+            RuntimeError: the job is not elastic, or nobody can start processes.
+            SystemExit: in the processes that leave.
+
+        Example:
+            >>> from distopt import DistOpt
+            >>> DistOpt().resize(2)
+            Traceback (most recent call last):
+            RuntimeError: resize must be in a job of distopt run --elastic, got <LocalCommunicator, rank 0 of 1, ...
+        """
+        ranks, n = self._ranks.ranks, check_int("processes", processes, least=1)
+        if ranks.logical and n > ranks.size:
+            raise ValueError(f"processes must be at most {ranks.size}, the number of logical ranks, got {n}")
+        if self._ranks.membership is None:
+            raise RuntimeError(f"resize must be in a job of distopt run --elastic, got {self._ranks!r}")
+        self._ranks.membership.resize(n)
 
     def close(self) -> None:
         """Refuse everything from now on; the communicator stays open.

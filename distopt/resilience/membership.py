@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from distopt.resilience.environment import JOINS, LINE, MEMBER, RUN_ID, TORCHRUN, WANTED
 
 MESSAGE = 1 << 16  # bytes of a message at most
+SIZE = "size"  # how the names begin under which a process tells how many there are to be
 ENDS_ALL = (
     "torchrun ends all of its workers when one of them dies; start the script without it: "
     "distopt run -n N --elastic --over torch script.py"
@@ -54,7 +55,7 @@ class Quorum:
     def __init__(self, members: Iterable[int], most: int = sys.maxsize):
         # most: how many there may be, so that others wait until one is lost.
         self.members = set(members)  # those of the present epoch that were not lost
-        self._most = most
+        self.most = most
         self._asked: dict[int, str] = {}
         self._let_in: dict[int, bool] = {}
         self._number = -1
@@ -77,7 +78,7 @@ class Quorum:
 
     def joiners(self) -> set[int]:
         """Those that have asked, are no members yet, and for which there is a place."""
-        return set(sorted(self._asked.keys() - self.members)[: self._most - len(self.members)])
+        return set(sorted(self._asked.keys() - self.members)[: max(0, self.most - len(self.members))])
 
     def begin(self) -> Epoch | None:
         """Begin the next epoch, if all members have asked for it; None if one has not, or there is none."""
@@ -113,6 +114,15 @@ class LauncherLink:
         self._send({"of": name, "text": text, "lets_in": lets_in, "first": list(first)})
         self.wait(lambda: name in self._epochs)
         return self._epochs.pop(name)
+
+    def resize(self, processes: int) -> None:
+        """Tell the launcher how many processes the job is to have, and return when it has heard."""
+        self.ask(f"{SIZE} {self.member}", str(processes), first=[self.member])
+
+    def leave(self) -> None:
+        """Leave the job: for the launcher this process has ended, so that nobody waits while it does."""
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
 
     def put(self, name: str, value: bytes, to: Sequence[int]) -> None:
         """Send a value to members, which find it by ``value``."""

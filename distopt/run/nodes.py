@@ -175,6 +175,8 @@ def meet(at: Place, ranks: int) -> list[Node]:
 class Members(Children):
     """The ranks of an elastic job without MPI: this node's children, those of all other nodes, and their rendezvous."""
 
+    grows = True
+
     def __init__(
         self,
         command: Sequence[str],
@@ -182,14 +184,14 @@ class Members(Children):
         ranks: int,
         folder: Path,
         nodes: Sequence[Node] = (),
-        grows: bool = False,
+        warm: bool = False,
     ):
         self._nodes = nodes  # whose launchers start ranks of this job too
         self._count = ranks + sum(len(node.ranks) for node in nodes)
         self._rendezvous = Rendezvous(range(self._count), self._send, folder, self._count)
         self._order: list[int] = []  # in which ranks ended, as far as it is known here
         env = {**env, ADDRESS: nodes[0].link.address if nodes else LOOPBACK}
-        super().__init__(command, env, range(ranks), folder, self._rendezvous.hear, grows)
+        super().__init__(command, env, range(ranks), folder, self._rendezvous.hear, warm)
         self.lines.start()
         self._threads = [
             threading.Thread(target=node.hear, args=[self._rendezvous.hear], name=f"node {node.number}", daemon=True)
@@ -232,6 +234,13 @@ class Members(Children):
 
     def awaited(self) -> set[int]:
         return self._rendezvous.awaited()
+
+    def missing(self) -> int:
+        missing, self._rendezvous.missing = self._rendezvous.missing, 0
+        return missing
+
+    def limit(self, change: int) -> None:
+        self._rendezvous.limit(change)
 
     def replace(self) -> int:
         member = self._count

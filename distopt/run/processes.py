@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what 
 
 
 @contextlib.contextmanager
-def handling_signals(ask: Callable[[int], None]) -> Iterator[None]:
-    """A context in which a function is called for the signals that ask this process to end."""
-    before = {number: signal.signal(number, lambda n, _: ask(n)) for number in asking()}
+def handling_signals(ask: Callable[[int], None], numbers: Iterable[int] | None = None) -> Iterator[None]:
+    """A context in which a function is called for signals, by default those that ask this process to end."""
+    before = {n: signal.signal(n, lambda n, _: ask(n)) for n in (asking() if numbers is None else numbers)}
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distopt.resilience.job import AWAITED
-from distopt.resilience.membership import MESSAGE, Quorum
+from distopt.resilience.membership import MESSAGE, SIZE, Quorum
 
 WORLD = "world"  # the communicator that all ranks which were started are in
 
@@ -88,6 +88,7 @@ class Rendezvous:
         self._living = set(members)
         self._awaited = folder / AWAITED
         self._of = {WORLD: Quorum(self._living, most)}
+        self.missing = 0  # processes that the others want to be more
         self._lock = threading.Lock()
 
     def add(self, member: int) -> None:
@@ -112,9 +113,17 @@ class Rendezvous:
                     for other in self._living.intersection(to):
                         self._send(other, message)
                 case {"of": name, "text": text, "lets_in": lets_in, "first": first}:
+                    if name.startswith(SIZE):
+                        self._of[WORLD].most = int(text)
+                        self.missing = int(text) - len(self._living)
                     living = self._living & set(first) if first else self._living
                     self._of.setdefault(name, Quorum(living)).ask(member, text, lets_in)
                     self._begin(name)
+
+    def limit(self, change: int) -> None:
+        """Change the number of members of ``WORLD`` that there may be."""
+        with self._lock:
+            self._of[WORLD].most += change
 
     def awaited(self) -> set[int]:
         """The members that have not asked for an epoch that others wait for."""

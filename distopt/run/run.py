@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -189,7 +190,8 @@ def start_elastic(args: argparse.Namespace) -> int:
         else:
             started = Members(command, env, ranks, folder, nodes, args.restarts + args.spares > 0)
         size = ranks + sum(len(node.ranks) for node in nodes)
-        supervisor = Supervisor(started, size, elastic=True, restarts=args.restarts, spares=args.spares)
+        most = math.inf if args.logical is None else args.logical
+        supervisor = Supervisor(started, size, True, args.restarts, args.spares, most)
         return supervisor.supervise(args.timeout)
 
 

@@ -22,6 +22,7 @@ class Supervised(ExitWatch):
 
     meet_all: bool  # whether no rank gets through `distopt.world()` if one has ended before
     processes: list[Process]
+    grows = False  # whether processes can be started at any time
 
     def running(self) -> bool:
         """Whether any process of the job runs."""
@@ -46,6 +47,13 @@ class Supervised(ExitWatch):
     def starts_soon(self) -> bool:
         """Whether a process that starts now does so as soon as any will."""
         return True
+
+    def missing(self) -> int:
+        """Return how many more processes the ranks want, if they have said so since the last call."""
+        return 0
+
+    def limit(self, change: int) -> None:
+        """Let so many more processes be members at once, or fewer."""
 
     def awaited(self) -> set[int]:
         """The ranks that others wait for, as far as this process knows."""
@@ -93,10 +101,10 @@ class Children(Supervised):
         members: Iterable[int],
         folder: Path,
         hear: Callable[[int, dict[str, Any] | None], object],
-        grows: bool = False,
+        warm: bool = False,
     ):
         # hear: is given a number, and a message of that rank; None when it has ended
-        # grows: others are to be started later
+        # warm: others are to be started later, and at once
         self._command, self._env = command, env
         self._warm: WarmProcess | None = None
         self.processes = []
@@ -107,7 +115,7 @@ class Children(Supervised):
             Tagged({_file(child.stderr): rank for rank, child in children.items()}, 2),
         ]
         super().__init__(folder, len(children), -1, children)
-        if grows:
+        if warm:
             self._warm = WarmProcess(command, env)
 
     @property

@@ -27,13 +27,24 @@ KILLING = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.S
 class Supervisor:
     """Watches the ranks of a job, says what became of them, and ends those that cannot go on."""
 
-    def __init__(self, started: Supervised, size: int, elastic: bool, restarts: int = 0, spares: int = 0):
+    def __init__(
+        self,
+        started: Supervised,
+        size: int,
+        elastic: bool,
+        restarts: int = 0,
+        spares: int = 0,
+        most: float = math.inf,
+    ):
         # size: the number of ranks that begin together; those in the place of lost ones have higher numbers
         # elastic: ranks may be lost, and those that are left go on
         # restarts: how many processes are started in the place of lost ones, at most
         # spares: how many wait from the start for a place
+        # most: how many there may be, as so many ranks live in them
         self._started, self._size, self._elastic, self._restarts = started, size, elastic, restarts
-        self._spares = spares
+        self._spares, self._most = spares, most
+        self._signalled = 0  # processes more, or fewer, that signals have asked for
+        self._dismissed: set[int] = set()  # ranks that were ended so
         self._asked, self._signal = Requests(), 0  # to end, and the signal of the first one
         self._deadline = math.inf  # when ranks that were asked to end are ended
         self._fault: Fault | None = None  # of a job that may lose no rank
@@ -57,7 +68,8 @@ class Supervisor:
     def supervise(self, timeout: float | None) -> int:
         """Wait for the end of the job, at most ``timeout`` seconds; return its exit code."""
         limit = math.inf if timeout is None else time.monotonic() + timeout
-        with handling_signals(self.ask):
+        sizes = (signal.SIGUSR1, signal.SIGUSR2) if self._started.grows else ()
+        with handling_signals(self.ask), handling_signals(self._ask_for_size, sizes):
             while self._started.running():
                 self._look(POLL_SECONDS)
                 if time.monotonic() > limit:
@@ -128,6 +140,9 @@ class Supervisor:
         if self._spares and self._started.starts_soon:
             self._spares -= 1
             self._started.replace()
+        for _ in range(self._started.missing()):
+            say(f"rank {self._started.replace()} is started, as the ranks want to be more")
+        self._resize_as_signalled()
         ranks = self._started.look(seconds)
         if not self._elastic:
             self._end_at_fault(ranks)
@@ -162,6 +177,27 @@ class Supervisor:
                     self._started.processes[0].wait(END_SECONDS)
                 self._started.end(END_SECONDS)
 
+    def _ask_for_size(self, number: int) -> None:
+        self._signalled += 1 if number == signal.SIGUSR1 else -1
+
+    def _resize_as_signalled(self) -> None:
+        """Start a process for each SIGUSR1, and end that of the highest number for each SIGUSR2."""
+        change, self._signalled = self._signalled, 0
+        if not change:
+            return
+        members = [rank for rank in self._living if self._is_member(rank)]
+        size = int(min(max(len(members) + change, 1), max(self._most, len(members))))
+        if size == len(members):
+            say(
+                f"{size} process{'es' * (size > 1)} stay, as there must be at least one, and no more than logical ranks"
+            )
+        self._started.limit(size - len(members))
+        for _ in range(size - len(members)):
+            say(f"rank {self._started.replace()} is started, as SIGUSR1 asks for one more")
+        for rank in members[size:]:
+            self._dismissed.add(rank.rank)
+            self._end_rank(rank, "SIGUSR2 asks for one less")
+
     def _go_on_without(self, rank: job.Rank) -> None:
         """Say how a rank has ended, and what is lost with it; start a process in its place, if it may be replaced."""
         others = self._members_left() - self._ending_with(rank)
@@ -175,7 +211,9 @@ class Supervisor:
         if (rank.votes or not self._started.meet_all) and (others or self._is_member(rank)):
             words.append(_going_on(others) if others else "no rank is left")
         say("\n".join(["; ".join(words), *trace]))
-        if self._restarts and others and rank.votes:  # there is somebody whom it could join
+        if (
+            self._restarts and others and rank.votes and rank.rank not in self._dismissed
+        ):  # there is somebody whom it could join
             self._restarts -= 1
             say(f"rank {self._started.replace()} is started in the place of rank {rank.rank}")
 

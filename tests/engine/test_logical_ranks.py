@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distopt import DistOpt, LocalSteps, LossScaler, Parameter, Trainer, run_ranks, simulate
-from distopt.comm import Logical, Metered
+from distopt.comm import Elastic, LocalCommunicator, Logical, Metered
 from distopt.compress import (
     DeepGradientCompression,
     Dense,
@@ -441,3 +441,44 @@ def test_fewer_processes_send_more_bytes_each(mode):
 
     alone, all_apart = sent(2), sent(V)
     assert all_apart < alone < 1.2 * V * all_apart
+
+
+@pytest.mark.parametrize(
+    ("processes", "error", "text"),
+    [
+        (0, ValueError, "processes must be at least 1, got 0"),
+        (2.0, TypeError, "processes must be an integer, got 2.0"),
+        (4, ValueError, "processes must be at most 3, the number of logical ranks, got 4"),
+        (2, RuntimeError, "resize must be in a job of distopt run --elastic, got Logical"),
+    ],
+)
+def test_a_number_of_processes_that_cannot_be_is_refused(processes, error, text):
+    with pytest.raises(error, match=text):
+        DistOpt(SGD(0.1), Logical(LocalCommunicator(), 3)).resize(processes)
+
+
+def test_processes_of_higher_rank_leave_and_the_others_learn_the_same():
+    def main(comm):
+        params, opt = made(Elastic(comm), "dense")
+        for step in range(6):
+            if step == 3:
+                try:
+                    opt.resize(2)
+                except SystemExit as end:
+                    return end.code
+            opt.step(losses(params, step), MODES["dense"][0])
+        return digest(params, opt)[0]
+
+    alone, _ = on(1, lambda comm: trained(comm, "dense", 6))
+    assert run_ranks(4, main) == [alone, alone, 0, 0]
+
+
+def test_nobody_but_a_launcher_can_start_processes_and_all_must_want_as_many():
+    def main(comm):
+        _, opt = made(Elastic(comm), "dense")
+        with pytest.raises(RuntimeError, match=r"processes must be at most 2 but over torch .*, got 3"):
+            opt.resize(3)
+        with pytest.raises(ValueError, match="resize to"):
+            opt.resize(1 + comm.rank)
+
+    run_ranks(2, main)

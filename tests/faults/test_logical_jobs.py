@@ -2,7 +2,10 @@
 
 import importlib.util
 import os
+import re
 import signal
+import subprocess
+import sys
 
 import logical_job
 import pytest
@@ -51,11 +54,74 @@ def test_three_of_four_are_killed_and_two_come_back(tmp_path, mode):
     options = ["--logical", logical_job.V, "--elastic", "--over", "torch", "--restarts", 2]
     code, output = distopt_run(4, *options, script, timeout=100)
     assert code == 0, output
+    check_learned(output, mode, 3)
+    assert output.count("; the others adopt its logical ranks; ") == 3, output
+
+
+RESIZED = """
+import sys, time
+sys.path[:0] = {path!r}
+import distopt, logical_job
+training = logical_job.made(distopt.world(), {mode!r})
+opt, world = training.opt, training.opt.communicator
+training.rejoin()
+
+def step_until(size):
+    while world.size != size:
+        while world.size < size and not world.joiner_waits():
+            time.sleep(0.01)
+        training.step()
+
+for at, size in {sizes!r}:
+    while opt.step_counter < at:
+        training.step()
+    if opt.step_counter == at:
+        opt.resize(size) if {asks!r} else world.rank or print("wanted", size, flush=True)
+        step_until(size)
+while opt.step_counter < logical_job.STEPS:
+    training.step()
+learned, kept = training.digests()
+print("learned", learned, world.size, *(f"{{rank}}:{{of}}" for rank, of in kept.items()), flush=True)
+"""
+
+
+def check_learned(output, mode, size):
+    """Have so many processes learned what one does?"""
     lines = [line.split(" learned ")[1].split() for line in output.splitlines() if " learned " in line]
     learned, kept = logical_job.alone(mode)
-    assert [line[:2] for line in lines] == [[learned, "3"]] * 3, output
-    assert output.count("; the others adopt its logical ranks; ") == 3, output
+    assert [line[:2] for line in lines] == [[learned, str(size)]] * size, output
     assert dict(pair.split(":") for line in lines for pair in line[2:]) == kept
+
+
+@pytest.mark.parametrize("mode", ["packed top-K in two phases", "dgc", "torch, synchronized"])
+def test_a_script_changes_the_number_of_processes(tmp_path, mode):
+    script, path = tmp_path / "script.py", [os.path.dirname(logical_job.__file__)]
+    script.write_text(RESIZED.format(path=path, mode=mode, sizes=[(2, 2), (4, 4), (8, 3)], asks=True))
+    options = ["--logical", logical_job.V, "--elastic", "--over", "torch"]
+    code, output = distopt_run(4, *options, script, timeout=100)
+    assert code == 0, output
+    check_learned(output, mode, 3)
+    assert output.count("is started, as the ranks want to be more") == 2, output
+    assert len(re.findall(r"rank \d has ended its script after ", output)) <= 3, output
+
+
+def test_signals_to_the_launcher_change_the_number_of_processes(tmp_path):
+    mode, script, path = "int8", tmp_path / "script.py", [os.path.dirname(logical_job.__file__)]
+    script.write_text(RESIZED.format(path=path, mode=mode, sizes=[(2, 3), (6, 2)], asks=False))
+    options = ["-n", "2", "--logical", str(logical_job.V), "--elastic", "--over", "torch", "--restarts", "1"]
+    command = [sys.executable, "-m", "distopt", "run", *options, str(script)]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        for line in job.stdout:
+            lines.append(line)
+            if " wanted " in line:
+                job.send_signal(signal.SIGUSR1 if line.split()[-1] == "3" else signal.SIGUSR2)
+    output = "".join(lines)
+    assert job.returncode == 0, output
+    check_learned(output, mode, 2)
+    assert "rank 2 is started, as SIGUSR1 asks for one more" in output, output
+    assert re.search("rank 2 was ended .*, as SIGUSR2 asks for one less; the others adopt its", output), output
+    assert "in the place of" not in output, output
 
 
 def test_what_a_job_has_kept_in_memory_is_removed_with_it(tmp_path):

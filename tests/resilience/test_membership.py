@@ -62,6 +62,16 @@ def test_one_that_is_no_member_waits_until_all_members_let_it_in():
     assert made.joiners() == set()
 
 
+def test_nobody_comes_beyond_the_most_and_who_waited_comes_when_there_may_be_more():
+    made = Quorum([0, 1, 2], 3)
+    for member in range(5):
+        made.ask(member, "")
+    assert made.begin().members == [0, 1, 2]
+    for most, come in ((2, set()), (3, set()), (4, {3}), (9, {3, 4})):
+        made.most = most
+        assert made.joiners() == come
+
+
 @given(st.lists(st.tuples(st.sampled_from(["ask", "let in", "lose"]), st.integers(0, 5)), max_size=60))
 def test_a_newcomer_is_a_member_once_all_let_it_in(events):
     made, members, asked, number = Quorum(range(3)), {0, 1, 2}, {}, -1
