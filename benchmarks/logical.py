@@ -17,7 +17,7 @@ from distopt.comm import Logical
 from distopt.compress import Dense, ErrorFeedback, Half, Int8, Packed, TopK
 
 ROUNDS = 11
-BUDGET = 1.02  # as many ranks as processes
+BUDGET, EXACT = 1.02, 1.6  # as many ranks as processes
 
 
 def step_of(shapes, compressor, comm, **options):
@@ -46,6 +46,10 @@ def main():
             label = f"{times * world.size} logical ranks"
             cases[label] = step_of(shapes, compressor, Logical(world, times * world.size))
             budgets |= {label: BUDGET} if times == 1 else {}
+            if name == "dense":
+                label, comm = f"{label}, 'exact'", Logical(world, times * world.size)
+                cases[label] = step_of(shapes, compressor, comm, deterministic="exact")
+                budgets |= {label: EXACT} if times == 1 else {}
         found = measure.interleaved(
             cases,
             ROUNDS,

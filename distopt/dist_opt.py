@@ -61,7 +61,9 @@ class DistOpt(SingaModes, SingaVerbs, Checkpointed):
             step asks which of them require a gradient: those of layers that were thawed, and of groups that were added
             to the optimizer, join the plan, on all ranks alike, in the order of the model.
         threshold: elements that fill a bucket (``buckets.plan``).
-        deterministic: add sums in rank order on every transport.
+        deterministic: add sums in rank order on every transport; 'exact': round dense gradients to a grid, common to
+            all ranks, on which doubles add them up in any order (``comm.Exact``): the sum is that of the numbers to
+            2^-49 of the largest one near them, and logical ranks of a process are added up before they are sent.
         overlap: reduce buckets, in a thread, while the loss still yields the gradients of the next ones; the same bits.
             'auto': if ranks sit on several machines; in shared memory it would only take cores away.
         broadcast: send rank 0's parameters to all ranks at the first step.
@@ -123,7 +125,7 @@ class DistOpt(SingaModes, SingaVerbs, Checkpointed):
         *,
         params: Any = None,
         threshold: int = 2097152,
-        deterministic: bool = False,
+        deterministic: bool | str = False,
         overlap: str | bool = "auto",
         broadcast: bool = True,
         nonfinite: str | Policy = "raise",

@@ -5,6 +5,7 @@ To add one, write a module with a class that defines ``exchange``, and a line in
 
 from distopt.comm.communicator import Communicator
 from distopt.comm.elastic import Elastic
+from distopt.comm.exact import Exact
 from distopt.comm.local import LocalCommunicator
 from distopt.comm.logical import Logical
 from distopt.comm.metered import Metered
@@ -18,6 +19,7 @@ from distopt.comm.world import world
 __all__ = [
     "Communicator",
     "Elastic",
+    "Exact",
     "LocalCommunicator",
     "Logical",
     "Metered",

@@ -59,6 +59,7 @@ class Communicator:
         xp: module of the arrays, numpy or cupy.
         gpu: number of the GPU that has the arrays, None for arrays on the host.
         rank_ordered: ``all_reduce`` adds in rank order: ((x0 + x1) + x2) + ...
+        exact: ``all_reduce`` of float32 is the same in any order.
         may_overlap: a thread may exchange while another one computes.
         pipelines: operations take a while, in which others are to be begun (``sum_in_phases``, ``exchange_in_phases``).
         algorithm: routes of the collectives, from which the bytes on the wire follow.
@@ -88,6 +89,7 @@ class Communicator:
     xp: ModuleType = np
     gpu: int | None = None
     rank_ordered = False
+    exact = False
     may_overlap = True
     pipelines = False
     algorithm: Algorithm = DIRECT

@@ -9,6 +9,7 @@ import numpy as np
 from distopt import device
 from distopt.checks import check_int
 from distopt.comm.communicator import Communicator, Wrapper, slices, split, sum_in_rank_order
+from distopt.comm.exact import sum_exactly
 from distopt.comm.message import ALIGNED, message_bytes, message_starts
 from distopt.comm.ordered import in_rank_order
 from distopt.comm.ranks import Ranks, placed
@@ -89,7 +90,10 @@ def with_ranks(processes: Communicator, size: int) -> Communicator:
 
 
 def sum_of_ranks(comm: Communicator, arrays: Sequence[np.ndarray]) -> None:
-    """Replace the last array by the sum of those of all ranks, added in their order.  Collective."""
+    """Replace the last array by the sum of those of all ranks, added in their order, or exactly.  Collective."""
+    if comm.exact and arrays[-1].dtype == np.float32:
+        sum_exactly(comm, arrays, comm.ranks.size)
+        return
     flat, ranks = arrays[-1].reshape(-1), comm.ranks
     counts, shares = list(map(len, ranks.by_process)), slices(flat.size, comm.size)
     n = shares[comm.rank].stop - shares[comm.rank].start

@@ -556,6 +556,11 @@ class Engine:
                 f"exchange must be one of {', '.join(EXCHANGES[:-2])} with logical ranks, which depend on no host, got "
                 "'nodes'"
             )
+        if spec.exchange == "nodes" and self.comm.exact:
+            raise ValueError(
+                f"exchange must be one of {', '.join(EXCHANGES[:-2])} with deterministic='exact', got 'nodes', whose "
+                "sums inside of nodes are not"
+            )
         if spec.exchange == "measure" and self.options.deterministic:
             raise ValueError(
                 f"exchange must be one of {', '.join(EXCHANGES[:-1])} with deterministic=True, got 'measure'"

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from distopt.buckets import Plan
-from distopt.checks import check_bool, check_int
-from distopt.comm import Communicator, in_rank_order, world
+from distopt.checks import check_int
+from distopt.comm import Communicator, world
+from distopt.comm.exact import as_deterministic
 from distopt.engine.checkpointer import Checkpointer
 from distopt.engine.engine import Engine
 from distopt.engine.hooks import RECORD, FirstGradients
@@ -20,13 +21,13 @@ from distopt.engine.views import gradient_views
 from distopt.optim.foreign import is_torchs
 
 
-def ranks(communicator: Any, deterministic: bool) -> tuple[Communicator, Communicator]:
+def ranks(communicator: Any, deterministic: bool | str) -> tuple[Communicator, Communicator]:
     """Return the communicator that a user means, None for ``world()``, and the one that adds up as it was asked to."""
     if not isinstance(communicator, Communicator | None):
         kind = type(communicator).__name__
         raise TypeError(f"communicator must be a distopt.comm.Communicator or None, got {kind}")
     meant = world() if communicator is None else communicator
-    return meant, in_rank_order(meant) if check_bool("deterministic", deterministic) else meant
+    return meant, as_deterministic(meant, deterministic)
 
 
 def record_if_asked(engine: Engine) -> None:
@@ -227,10 +228,13 @@ class Facade:
             SystemExit: in the processes that leave.
 
         Example:
-            >>> from distopt import DistOpt
-            >>> DistOpt().resize(2)
-            Traceback (most recent call last):
-            RuntimeError: resize must be in a job of distopt run --elastic, got <LocalCommunicator, rank 0 of 1, ...
+            A script that is to have four processes from the hundredth step on::
+
+                opt.rejoin(params)
+                while opt.step_counter < steps:
+                    if opt.step_counter == 100 and opt.communicator.size != 4:
+                        opt.resize(4)
+                    opt.step(loss)
         """
         ranks, n = self._ranks.ranks, check_int("processes", processes, least=1)
         if ranks.logical and n > ranks.size:

@@ -51,8 +51,8 @@ class Options(NamedTuple):
     clip_norm: float | None = None
     gradient_hook: GradientHook | None = None
     buddy: bool = False
-    # Sums are added in the order of all ranks, not by nodes unless that is asked for.
-    deterministic: bool = False
+    # Sums are added in the order of all ranks, or exactly, not by nodes unless that is asked for.
+    deterministic: bool | str = False
 
     @classmethod
     def checked(cls, comm: Communicator, **given: Any) -> "Options":
@@ -68,7 +68,7 @@ class Options(NamedTuple):
             clip_norm=None if options.clip_norm is None else check_bound("clip_norm", options.clip_norm),
             gradient_hook=check_callable("gradient_hook", options.gradient_hook, "(param, mean) pairs"),
             buddy=check_bool("buddy", options.buddy),
-            deterministic=check_bool("deterministic", options.deterministic) or comm.ranks.logical,
+            deterministic=options.deterministic or comm.ranks.logical,
         )
 
     def lines(self, comm: Communicator) -> list[str]:
@@ -76,7 +76,7 @@ class Options(NamedTuple):
         names = ("broadcast", "nonfinite", "num_batches", "sync_on_apply", "allow_missing", "check_every")
         return [
             ", ".join(f"{name}={getattr(self, name)!r}" for name in names),
-            "sums in rank order" if comm.rank_ordered else "sums in any order",
+            "exact sums" if comm.exact else "sums in rank order" if comm.rank_ordered else "sums in any order",
             f"logical={comm.ranks.size}, {_threads()} threads" if comm.ranks.logical else "no logical ranks",
             f"overlap={self.overlap}",
             f"clip_norm={self.clip_norm}",

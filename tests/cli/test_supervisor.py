@@ -1,5 +1,6 @@
 """Whom the supervisor of distopt run --elastic ends when ranks have waited for too long: without processes."""
 
+import signal
 import time
 from types import SimpleNamespace
 
@@ -99,6 +100,7 @@ def growing(monkeypatch):
             meet_all=meet_all,
             lose=lambda rank: None,
             replace=lambda: 2,
+            missing=lambda: 0,
             awaited=set,
             processes=[SimpleNamespace(returncode=3)],
             end=lambda grace: killed.append("all"),
@@ -109,6 +111,37 @@ def growing(monkeypatch):
         return sorted(set(killed)), said, made._code_of_last()
 
     return growing
+
+
+@pytest.mark.parametrize(
+    ("numbers", "most", "limits", "started", "ended"),
+    [
+        ([signal.SIGUSR1], 9, [1], 1, []),
+        ([signal.SIGUSR1] * 3, 4, [1], 1, []),
+        ([signal.SIGUSR2], 9, [-1], 0, [2]),
+        ([signal.SIGUSR2] * 5, 9, [-2], 0, [1, 2]),
+        ([signal.SIGUSR1, signal.SIGUSR2], 9, [], 0, []),
+        ([signal.SIGUSR1], 3, [0], 0, []),
+    ],
+)
+def test_signals_start_processes_and_end_those_of_the_highest_numbers(
+    numbers, most, limits, started, ended, monkeypatch
+):
+    given, replaced, killed = [], [], []
+    monkeypatch.setattr(supervisor, "say", lambda text: None)
+    fake = SimpleNamespace(
+        limit=given.append,
+        replace=lambda: replaced.append(3) or 3,
+        send=lambda rank, number: killed.append(rank.rank),
+    )
+    made = Supervisor(fake, 3, elastic=True, restarts=9, most=most)
+    made._living = [job.Rank(rank, 100 + rank, {}, 1, "step 1", "") for rank in range(3)]
+    for number in numbers:
+        made._ask_for_size(number)
+    made._resize_as_signalled()
+    made._resize_as_signalled()
+    assert (given, len(replaced), killed) == (limits, started, ended)
+    assert made._dismissed == set(ended)
 
 
 def test_a_process_that_nobody_is_left_to_let_in_is_ended_and_the_code_is_a_members(growing):

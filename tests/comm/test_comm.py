@@ -170,7 +170,8 @@ def test_world_refuses_what_is_not_there():
     if gpu_state() != "ok":
         with pytest.raises(RuntimeError, match=re.escape(f"device='cuda': {gpu_state()}")):
             world("cuda")
-    assert "device='cpu'" in repr(world("cpu"))
+    assert "numpy" in repr(world("cpu"))
+    assert world("cpu") is world()
 
 
 @needs_mpi

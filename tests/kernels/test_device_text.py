@@ -123,6 +123,30 @@ def test_signs_counts_and_what_overwrites_are_those_of_the_host(device, dtype):
         same(host[1], numbers())
 
 
+@pytest.mark.parametrize("by", [0, 1, 3])
+@pytest.mark.parametrize("dtype", REALS)
+def test_exact_sums_are_those_of_the_host(device, dtype, by):
+    """Of chunks of every length, with zeros, small numbers, and one that is not finite."""
+
+    def sums():
+        rng, most, total = np.random.default_rng(1), np.zeros(3, np.float32), np.zeros(2 * CHUNK + 301)
+        arrays = [
+            shifted((rng.standard_normal(total.size) * 2.0 ** rng.integers(-40, 40)).astype(dtype), by) for _ in "abc"
+        ]
+        arrays[1][:9] = 0, -0.0, 1e-42, 1e-30, 1e30, -1e30, 1, 2, 3
+        arrays[2][CHUNK + 7] = np.nan
+        for x in arrays:
+            kernels.largest_magnitudes(x, most)
+        for x in arrays:
+            kernels.add_on_grid(x, total, most, 2)
+        kernels.round_sums(total, arrays[0])
+        return most, total, arrays[0]
+
+    host = sums()
+    with device():
+        same(host, sums())
+
+
 def written(struct, **values):
     """The numbers of an update."""
     hyper = KernelStruct(struct)
