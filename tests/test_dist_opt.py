@@ -563,7 +563,7 @@ def test_nonfinite_propagate_applies_what_is_not_finite():
         ({"overlap": 1.0}, ValueError, "overlap must be 'auto', True or False, got 1.0"),
         ({"broadcast": "no"}, TypeError, "broadcast must be True or False, got 'no'"),
         ({"sync_on_apply": 0}, TypeError, "sync_on_apply must be True or False, got 0"),
-        ({"deterministic": None}, TypeError, "deterministic must be True or False, got None"),
+        ({"deterministic": None}, TypeError, "deterministic must be True, False or 'exact', got None"),
         ({"check_every": True}, TypeError, "check_every must be an integer, got True"),
     ],
 )
