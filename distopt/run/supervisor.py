@@ -182,15 +182,13 @@ class Supervisor:
 
     def _resize_as_signalled(self) -> None:
         """Start a process for each SIGUSR1, and end that of the highest number for each SIGUSR2."""
-        change, self._signalled = self._signalled, 0
-        if not change:
-            return
         members = [rank for rank in self._living if self._is_member(rank)]
+        if not (self._signalled and members):  # the job has not begun
+            return
+        change, self._signalled = self._signalled, 0
         size = int(min(max(len(members) + change, 1), max(self._most, len(members))))
         if size == len(members):
-            say(
-                f"{size} process{'es' * (size > 1)} stay, as there must be at least one, and no more than logical ranks"
-            )
+            say(f"{size} process{'es' * (size > 1)} stay: at least one, and at most as many as logical ranks")
         self._started.limit(size - len(members))
         for _ in range(size - len(members)):
             say(f"rank {self._started.replace()} is started, as SIGUSR1 asks for one more")
@@ -211,9 +209,8 @@ class Supervisor:
         if (rank.votes or not self._started.meet_all) and (others or self._is_member(rank)):
             words.append(_going_on(others) if others else "no rank is left")
         say("\n".join(["; ".join(words), *trace]))
-        if (
-            self._restarts and others and rank.votes and rank.rank not in self._dismissed
-        ):  # there is somebody whom it could join
+        # There is somebody whom it could join.
+        if self._restarts and others and rank.votes and rank.rank not in self._dismissed:
             self._restarts -= 1
             say(f"rank {self._started.replace()} is started in the place of rank {rank.rank}")
 
