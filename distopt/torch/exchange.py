@@ -206,7 +206,8 @@ class GradientExchange(Checkpointed):
 
         If a rank is lost, the next exchange makes other buckets.
         """
-        return self.views_of(self.communicator.ranks.here[-1])
+        # Of the plan's last rank, which may have another number by now.
+        return self.views_of(list(self.engine.store.of_ranks)[-1])
 
     def views_of(self, rank: int) -> dict[str, torch.Tensor]:
         """Return the places of gradients in the buckets of a rank that lives here, by name."""

@@ -228,7 +228,7 @@ def test_others_hear_of_a_loop_that_was_left():
         training = Training(comm, "dense", True)
         if comm.rank == 1:
             return leave(training.kept, training.model)
-        with pytest.raises(RuntimeError, match=r"the loop over sync\\.logical was left in the turn of logical rank 3"):
+        with pytest.raises(RuntimeError, match=r"the loop over sync\.logical was left in the turn of logical rank 3"):
             training.step()
 
     run_ranks(2, main)
