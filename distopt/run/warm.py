@@ -38,8 +38,8 @@ class WarmProcess:
                 start_new_session=True,
                 preexec_fn=job.end_with_parent,
             )
-        # Of each process, its descriptor, and how it has ended.
-        self._descriptors: dict[int, int] = {}
+        # The descriptor of a process that nobody has taken yet, and how others have ended, until they are asked.
+        self._begun: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._is_ready = self._is_gone = False
 
@@ -54,26 +54,24 @@ class WarmProcess:
         if not self.is_ready or self._is_gone:
             return None
         (output, for_output), (error, for_error) = os.pipe(), os.pipe()
-        known = set(self._descriptors)
         with contextlib.suppress(OSError):
             socket.send_fds(self._line, [json.dumps(dict(variables)).encode()], [for_output, for_error, line])
-            while not (new := self._descriptors.keys() - known) and self._hear(SECONDS):
+            while not self._begun and self._hear(SECONDS):
                 pass
         for descriptor in (for_output, for_error):
             os.close(descriptor)
-        if not new:
+        if not self._begun:
             self.close()
             os.close(output)
             os.close(error)
             return None
-        (pid,) = new
-        return Fork(self, pid, self._descriptors[pid], open(output, "rb"), open(error, "rb"))
+        return Fork(self, *self._begun.popitem(), open(output, "rb"), open(error, "rb"))
 
     def status(self, pid: int) -> int:
         """Return how a process that has ended did so, as ``subprocess`` has it."""
         while pid not in self._ends and self._hear(SECONDS):
             pass
-        return self._ends.setdefault(pid, -signal.SIGKILL)
+        return self._ends.pop(pid, -signal.SIGKILL)
 
     def _hear(self, seconds: float) -> bool:
         """Take in what it says within so many seconds; tell if it said something."""
@@ -88,7 +86,7 @@ class WarmProcess:
         if "status" in message:
             self._ends[message["pid"]] = message["status"]
         elif descriptors:
-            self._descriptors[message["pid"]] = descriptors[0]
+            self._begun[message["pid"]] = descriptors[0]
         return bool(text)
 
     def close(self) -> None:
