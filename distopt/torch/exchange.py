@@ -212,11 +212,12 @@ class GradientExchange(Checkpointed):
     def views_of(self, rank: int) -> dict[str, torch.Tensor]:
         """Return the places of gradients in the buckets of a rank that lives here, by name."""
         of_ranks = self.engine.store.of_ranks
-        self._views = {r: known for r, known in self._views.items() if of_ranks.get(r) is known[0]}
-        if rank not in self._views:
+        known = self._views.get(rank)
+        if known is None or known[0] is not of_ranks[rank]:
             views = {p.name: as_tensor(of_ranks[rank].view(p.name), like=p.like) for p in self._model.parameters}
-            self._views[rank] = of_ranks[rank], views
-        return self._views[rank][1]
+            self._views = {r: k for r, k in self._views.items() if of_ranks.get(r) is k[0]}
+            known = self._views[rank] = of_ranks[rank], views
+        return known[1]
 
     def buffers_of(self, rank: int) -> AbstractContextManager[None]:
         """Return a context of a logical rank's pass, with the model's buffers as every rank's pass begins with them."""
