@@ -34,7 +34,9 @@ def is_torchs(opt: Any) -> bool:
 
 def refuse_closure(opt: Any) -> None:
     """Raise TypeError for an optimizer of torch whose ``step`` needs a closure."""
-    if not _takes(opt.step, 0):
+    # A scheduler that was made before has replaced the optimizer's own by a function with the signature of the class's.
+    of_class = getattr(type(opt), "step", None)
+    if not (_takes(opt.step, 0) or (of_class and _takes(of_class, 1))):
         raise TypeError(
             f"opt must be an optimizer whose step() can be called without a closure, got {type(opt).__name__}; use "
             "distopt.torch.synchronize(model), and give its step() a closure that returns the mean loss over ranks"

@@ -409,6 +409,18 @@ def test_an_optimizer_that_is_like_torchs_is_taken(make, tmp_path):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_schedule_may_be_made_before_the_optimizer_is_wrapped():
+    for wrap in (DistOpt, partial(LocalSteps, every=3)):
+        model = network()
+        rule = torch.optim.SGD(model.parameters(), 1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(rule, 1, 0.5)
+        before, opt = flat(model), wrap(rule, params=model)
+        for _ in range(2):
+            opt(sum(p.sum() for p in model.parameters()))
+            schedule.step()
+        np.testing.assert_allclose(flat(model), before - 1.5, atol=1e-6)
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused_when_it_is_wrapped():
     for wrap in (DistOpt, partial(LocalSteps, every=2)):
         with pytest.raises(TypeError, match=r"without a closure, got LBFGS; use distopt.torch.synchronize\(model\)"):
