@@ -14,7 +14,7 @@ from distopt.compress import Compressor
 from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed, plan_of, ranks, record_if_asked, torch_model
 from distopt.engine.joining import Joining
-from distopt.engine.local_state import EngineInnerState, LocalState
+from distopt.engine.local_state import EngineInnerState, LocalState, RanksInnerState
 from distopt.engine.nonfinite import Policy
 from distopt.engine.outer_loop import LocalOptions, LocalTraining, alone, outer_loop, places
 from distopt.engine.parameters import Loss
@@ -130,10 +130,12 @@ class LocalSteps(Checkpointed):
             line=f"num_batches={num_batches}",
         )
         self._training = LocalTraining(inner, loop)
-        lines = [*options.lines(own), f"outer={loop.engine.optimizer!r}"]
-        state = LocalState(loop, EngineInnerState(self._training), lines)
         self._model = torch_model(opt, params)
-        super().__init__(inner, asked, state)
+        inner_state = EngineInnerState(self._training)
+        if comm.ranks.logical:
+            inner_state = RanksInnerState(self._training, self._model.buffer_bytes() if self._model else ())
+        lines = [*options.lines(own), f"outer={loop.engine.optimizer!r}"]
+        super().__init__(inner, asked, LocalState(loop, inner_state, lines))
         if self._model is not None:
             with self._model.stream():
                 self._training.begin([(p, None) for p in self._model.parameters])

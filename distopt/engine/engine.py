@@ -80,9 +80,10 @@ class Engine:
         make_reducers: Callable[["Engine"], Reducers] | None = None,
     ):
         # kind, remedy, counted: for errors: the facade, what to do after a step that failed halfway, and an update.
-        if comm.ranks.logical and kind not in ("DistOpt", "Synchronizer"):
+        if comm.ranks.logical and kind not in ("DistOpt", "Synchronizer", "LocalSteps"):
             raise ValueError(
-                f"logical ranks must be those of a DistOpt, or of distopt.torch.synchronize, got {comm!r} for a {kind}"
+                "logical ranks must be those of a DistOpt or LocalSteps, or of distopt.torch's synchronize or "
+                f"local_steps, got {comm!r} for a {kind}"
             )
         nonfinite = policy(options.nonfinite)
         # The threshold, in elements of a bucket, may be another one from the next step on.

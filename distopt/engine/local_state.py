@@ -5,15 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from distopt import device
 from distopt.buckets import States
 from distopt.checks import check_int
-from distopt.compress.state import shared
 from distopt.engine.engine import Engine
+from distopt.engine.local_ranks import LocalRanks
 from distopt.engine.outer_loop import LocalTraining, OuterLoop
 from distopt.engine.parameters import GradientCollector
 from distopt.engine.resharding import SavedRanks
-from distopt.engine.state import check_state, load_state_dict, state_dict
+from distopt.engine.state import SHARED, check_state, for_joiner, load_state_dict, state_dict
 from distopt.engine.training_state import TrainingState, Tree, optimizer_text
 
 ENTRIES = {"step", "inner", "fragments", "values"}
@@ -40,11 +42,15 @@ class InnerState:
         if state:
             raise ValueError(f"the inner state must be empty, since the script has its own, got one of {sorted(state)}")
 
-    def load(self, state: Tree) -> None:
-        """Go on from a state."""
+    def load(self, state: Tree, step: int) -> None:
+        """Go on from a state after so many steps."""
+
+    def for_joiner(self, state: Tree) -> Tree:
+        """Return what of a state a process goes on from that joins."""
+        return state
 
     def of_ranks(self, saved: SavedRanks) -> Tree:
-        """Return the state that this rank goes on from, of those that ranks have saved as ``inner``."""
+        """Return the state that a rank goes on from, of those that ranks have saved as ``inner``."""
         return cast(Tree, saved.mine["inner"])
 
 
@@ -66,14 +72,60 @@ class EngineInnerState(InnerState):
             raise ValueError(f"num_batches must be above {state['calls']}, the calls after a step, got {num_batches}")
         check_state(self._training.inner, state["engine"])
 
-    def load(self, state: Tree) -> None:
+    def load(self, state: Tree, step: int) -> None:
         load_state_dict(self._training.inner, state["engine"])
         self._training.calls = state["calls"]
+
+    def for_joiner(self, state: Tree) -> Tree:
+        return state | {"engine": for_joiner(self._training.inner, state["engine"])}
 
     def of_ranks(self, saved: SavedRanks) -> Tree:
         means = saved.own(lambda tree: {name: tree["inner"]["engine"][name] for name in ("optimizer", "states")})
         inner: Tree = saved.mine["inner"]
         return inner | {"engine": inner["engine"] | means}
+
+
+class RanksInnerState(EngineInnerState):
+    """The states of the engine, by logical rank, with the parameters of each."""
+
+    def __init__(self, training: LocalTraining, others: Sequence[np.ndarray]):
+        # others: a model's other arrays, which the steps of each rank change.
+        super().__init__(training)
+        self._others, self.ranks = others, LocalRanks(training.outer, training.calls_so_far, self._own, self._load)
+        training.ranks = self.ranks
+
+    def _own(self) -> Tree:
+        others = [device.host_copy(x) for x in self._others]
+        values = {name: device.host_copy(x) for name, x in self._training.inner.store.values.items()}
+        return {"inner": super().state(), "parameters": values, "others": others}
+
+    def _load(self, own: Tree) -> None:
+        # What a schedule writes to groups of parameters, as torch.optim has them, is all ranks'.
+        groups = [dict(group) for group in getattr(self.optimizer, "param_groups", ())]
+        super().load(own["inner"], 0)
+        for group, known in zip(getattr(self.optimizer, "param_groups", ()), groups, strict=True):
+            group.update(known)
+        for name, x in self._training.inner.store.values.items():
+            device.copy(x, own["parameters"][name])
+        # None where processes of one rank each have saved it.
+        for x, kept in zip(self._others, own["others"] or self._others, strict=True):
+            device.copy(x, kept)
+
+    def state(self) -> Tree:
+        return self.ranks.trees()
+
+    def check(self, state: Tree) -> None:
+        for own in state.values():
+            super().check(own["inner"])
+
+    def for_joiner(self, state: Tree) -> Tree:
+        return {SHARED: next(iter(state.values()))}
+
+    def load(self, state: Tree, step: int) -> None:
+        (*_, own), batches = state.values(), self._training.inner.accumulator.num_batches
+        calls = step * batches + own["inner"]["calls"]
+        self.ranks.load_trees({-1 if rank == SHARED else int(rank): own for rank, own in state.items()}, calls, step)
+        super().load(own["inner"], step)
 
 
 class LocalState(TrainingState):
@@ -126,12 +178,10 @@ class LocalState(TrainingState):
         }
 
     def for_joiner(self, state: Tree) -> Tree:
-        def without(engine: Tree) -> Tree:
-            return engine | {"states": shared(engine["states"])}
-
-        inner = state["inner"]
-        fragments = [saved | {"outer": without(saved["outer"])} for saved in state["fragments"]]
-        return state | {"inner": inner | {"engine": without(inner["engine"])}, "fragments": fragments}
+        pairs = zip(self._outer.fragments, state["fragments"], strict=True)
+        fragments = [saved | {"outer": for_joiner(fragment.engine, saved["outer"])} for fragment, saved in pairs]
+        inner = self._inner.for_joiner(state["inner"])
+        return state | {"inner": inner, "fragments": fragments}
 
     def begin_as_newcomer(self) -> None:
         """Make the local parameters the global ones, which the other ranks have come from since."""
@@ -161,11 +211,14 @@ class LocalState(TrainingState):
     def load(self, state: Tree) -> None:
         self.abandon()
         self.check_state(state)
-        self._inner.load(state["inner"])
+        self._inner.load(state["inner"], state["step"])
         for saved, fragment in zip(state["fragments"], self._outer.fragments, strict=True):
             load_state_dict(fragment.engine, saved["outer"])
             fragment.sent, fragment.due = saved["sent"], saved["due"]
-        self._outer.step = state["step"]
+            windows = self._outer.windows
+            if fragment.sent:
+                fragment.taken = fragment.sent + windows.delay - windows.every * (fragment.due > 0)
+        self._outer.step = self._outer.taken = state["step"]
         self._outer.restore(state["values"])
 
     @contextlib.contextmanager
@@ -179,7 +232,7 @@ class LocalState(TrainingState):
 
     def facts(self) -> Tree:
         return {
-            "world_size": self.comm.size,
+            "world_size": self.comm.ranks.size,
             "step": self.step,
             "options": [*self.options, f"threshold={self._outer.engine.threshold}"],
             "optimizer": optimizer_text(self._inner.optimizer),
@@ -189,15 +242,24 @@ class LocalState(TrainingState):
 
     def divide(self, state: Tree, parameters: Any) -> tuple[Tree, dict[int, Tree]]:
         residuals = [saved["outer"].pop("states") for saved in state["fragments"]]
-        of_rank = {"inner": state.pop("inner"), "parameters": parameters, "residuals": residuals}
-        return state, {self.comm.rank: of_rank}
+        inner, ranks = state.pop("inner"), self.comm.ranks
+        if not ranks.logical:
+            return state, {ranks.here[0]: {"inner": inner, "parameters": parameters, "residuals": residuals}}
+        return state, {
+            rank: inner[str(rank)] | {"residuals": [states.get(str(rank), {}) for states in residuals]}
+            for rank in ranks.here
+        }
 
     def unite(self, place: Path, facts: Tree, of_all: Tree, ranks: Mapping[int, SavedRanks]) -> tuple[Tree, Any]:
-        (of_ranks,) = ranks.values()
+        def residuals(number: int) -> dict[str, States]:
+            return {str(rank): saved.states(lambda tree: tree["residuals"][number]) for rank, saved in ranks.items()}
 
-        def residuals(number: int) -> States:
-            return of_ranks.states(lambda tree: tree["residuals"][number])
-
+        logical, inner = self.comm.ranks.logical, dict[str, Tree]()
         for number, fragment in enumerate(of_all["fragments"]):
-            fragment["outer"]["states"] = residuals(number)
-        return of_all | {"inner": self._inner.of_ranks(of_ranks)}, of_ranks.own(lambda tree: tree["parameters"])
+            states = residuals(number)
+            fragment["outer"]["states"] = states if logical else next(iter(states.values()))
+        for rank, saved in ranks.items():
+            parts = saved.own(lambda tree: {name: tree.get(name) for name in ("parameters", "others")})
+            inner[str(rank)] = {"inner": self._inner.of_ranks(saved), **parts}
+        (*_, last) = inner.values()
+        return of_all | {"inner": inner if logical else last["inner"]}, last["parameters"]

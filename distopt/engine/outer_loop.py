@@ -18,8 +18,8 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -143,8 +143,11 @@ class Fragment:
         self.values: dict[str, np.ndarray] = {}
         # The steps after which it was sent last, and after which its new values are taken: 0 if it is not in flight.
         self.sent = self.due = 0
-        # The global parameters of each bucket.
+        # The step after which they were taken last.
+        self.taken = 0
+        # The global parameters of each bucket, and room for pseudo-gradients of logical ranks.
         self._flats: list[np.ndarray] = []
+        self._room: list[np.ndarray] = []
         self._parameters: list[Parameter] = []
 
     def begin(self, local: Arrays) -> None:
@@ -171,20 +174,33 @@ class Fragment:
         self.engine.store.broadcast_due = self.engine.options.broadcast
 
     @property
-    def pairs(self) -> list[tuple[Parameter, np.ndarray]]:
-        """The outer engine's parameters, which are the global ones, and the places of their pseudo-gradients now."""
-        return [(p, self.engine.store.buckets.view(p.name)) for p in self._parameters]
-
-    @property
     def _buckets(self) -> Sequence[Bucket]:
         return self.engine.store.buckets if self.values else ()
 
-    def measure(self, local: Arrays) -> None:
-        """Write the pseudo-gradient, global minus local parameters, to where the outer engine has its gradients."""
-        for bucket, flat in zip(self._buckets, self._flats, strict=True):
+    def places(self) -> list[np.ndarray]:
+        """Return where the outer engine has this rank's gradients, of each bucket."""
+        return [bucket.gradient for bucket in self._buckets]
+
+    def of_rank(self, local: Arrays) -> list[tuple[Parameter, np.ndarray]]:
+        """Return what ``exchange`` needs of one of several ranks that live here, until the next one is asked for."""
+        # Its buckets may be those of another plan, or still be to come.
+        self._room = self._room or list(map(np.empty_like, self._flats))
+        self.measure(local, self._room)
+        return self._pairs(self._room)
+
+    def _pairs(self, places: Sequence[np.ndarray]) -> list[tuple[Parameter, np.ndarray]]:
+        """Return the outer engine's parameters, which are the global ones, with their pseudo-gradients."""
+        views: dict[str, np.ndarray] = {}
+        for bucket, place in zip(self._buckets, places, strict=True):
+            views |= bucket.views(place)
+        return [(p, views[p.name]) for p in self._parameters]
+
+    def measure(self, local: Arrays, places: Sequence[np.ndarray]) -> None:
+        """Write the pseudo-gradient, global minus local parameters, to places in the order of the buckets."""
+        for bucket, flat, place in zip(self._buckets, self._flats, places, strict=True):
             found = tables(bucket.spec, local)
             for table in found:
-                kernels.pack(table, bucket.gradient, -1.0, bucket.bad, bucket.largest)
+                kernels.pack(table, place, -1.0, bucket.bad, bucket.largest)
             # Local parameters of 16 bits began as the global ones, rounded: what rounding has taken is no step of the
             # inner optimizer's, and must not come back as one.
             narrow = [table for table in found if table.stored in FORMATS]
@@ -195,14 +211,14 @@ class Fragment:
                 ]
                 kernels.unpack(table.point_to(stored), flat, 1.0)
                 kernels.pack(table, began, 1.0, bucket.bad, bucket.largest)
-            kernels.accumulate(began, bucket.gradient)
+            kernels.accumulate(began, place)
 
-    def exchange(self, joined: bool) -> None:
+    def exchange(self, joined: bool, loss: Loss | None = None) -> None:
         """Exchange what was measured, and let the outer optimizer move the global parameters.  Collective."""
         # A rank that has joined brings nothing, and does not count in the mean.
         self.engine.agreement.joined = joined
         try:
-            self.engine.step(self.pairs, self._spec)
+            self.engine.step(self._pairs(self.places()) if loss is None else loss, self._spec)
         finally:
             self.engine.agreement.joined = False
 
@@ -257,12 +273,16 @@ class OuterLoop:
         self._line = f"{spec.label}, alpha={alpha}, {line}"
         comm.transaction(lambda: comm.control.vote(MADE, fingerprint([self._line]), lambda: [self._line]))
         # Where nothing may overlap, an exchange ends before training goes on.
-        in_flight = windows.delay > 0 and comm.may_overlap
+        in_flight = windows.delay > 0 and comm.may_overlap and not comm.ranks.logical
         # A communicator of this loop alone, as its thread may outlive it.
         self._own = comm.separate() if in_flight else comm
         self.fragments = [Fragment(make_outer(self._own), spec) for _ in range(windows.fragments)]
         # Steps count also where this rank had no batches left; hooks are told when new values were taken.
         self.step, self.begun, self.hooks = 0, False, list[StepHook]()
+        # The step after which the parameters in the model have taken new global values.
+        self.taken = 0
+        # Brings a logical rank into the model; None where that has one rank alone.
+        self.enter: Callable[[int], object] | None = None
         # Global parameters of a checkpoint, until there are parameters.
         self.restored: dict[str, np.ndarray] = {}
         # A process waited to be let in when new values were taken last, as all ranks know.
@@ -298,9 +318,10 @@ class OuterLoop:
         self.restored = {} if self.begun else dict(values)
 
     def go_on_from_values(self) -> None:
-        """Make the local parameters the global ones."""
+        """Make the parameters in the model the global ones."""
         for fragment in self.fragments:
             fragment.take(self._places(), 0.0)
+        self.taken = max(fragment.taken for fragment in self.fragments)
 
     @property
     def values(self) -> dict[str, np.ndarray]:
@@ -333,28 +354,47 @@ class OuterLoop:
         due = []
         for fragment in self.fragments:
             if fragment.due == self.step:
-                fragment.due = 0
+                fragment.due, fragment.taken = 0, self.step
                 due.append(fragment)
         if due:
             self.land()
             # Alike on all ranks, as nothing travels now.
             self.awaited = self._own.control.joiner_waits
-        for fragment in due:
-            fragment.take(self._places(), self._alpha)
+            self.catch_up()
         return bool(due)
+
+    def catch_up(self) -> None:
+        """Take the new values of fragments that were due since the rank in the model has."""
+        for fragment in self.fragments:
+            if fragment.taken > self.taken:
+                fragment.take(self._places(), self._alpha)
+        self.taken = max(fragment.taken for fragment in self.fragments)
 
     def _send(self, fragment: Fragment) -> None:
         """Send a fragment, which travels while training goes on."""
         joined = self._own_steps is not None and self._own_steps <= fragment.sent
+        loss: Loss | None = None
         if joined:
-            for bucket in fragment.engine.store.buckets:
-                device.clear(bucket.gradient)
+            for place in fragment.places():
+                device.clear(place)
+        elif self.enter:
+            loss = functools.partial(self._of_rank, fragment)
         else:
-            masters, values = self._places()
-            fragment.measure({**values, **masters})
+            fragment.measure(self._local(), fragment.places())
         fragment.sent, fragment.due = self.step, self.step + self.windows.delay
         with self._side or contextlib.nullcontext():
-            self._carrier.start(lambda: fragment.exchange(joined))
+            self._carrier.start(lambda: fragment.exchange(joined, loss))
+
+    def _of_rank(self, fragment: Fragment, rank: int) -> Any:
+        """Return the pseudo-gradient of a logical rank."""
+        assert self.enter
+        self.enter(rank)
+        return fragment.of_rank(self._local())
+
+    def _local(self) -> Arrays:
+        """Return the parameters in the model, the masters where there are such."""
+        masters, values = self._places()
+        return {**values, **masters}
 
     def land(self) -> None:
         """Wait for what is in flight; raise what went wrong there."""
@@ -366,6 +406,7 @@ class OuterLoop:
 
     def join(self) -> None:
         """Take part in the others' exchanges until no rank has batches; all get the global values.  Collective."""
+        self.engine.check_own_rank("join")
         # What this rank has changed since it sent a fragment last still counts; after that it brings nothing.
         if not self.begun:
             error = RuntimeError("join() must come after this rank's first step")
@@ -452,39 +493,65 @@ def places(inner: Engine) -> Sequence[Arrays]:
     return masters, inner.store.values
 
 
+class RankTurns(Protocol):
+    """What each logical rank has of its own (``LocalRanks``)."""
+
+    def begin(self) -> None:
+        """Begin on all ranks with what the model has."""
+
+    def turns(self) -> Iterator[int]:
+        """Yield each rank, in the model."""
+
+
 class LocalTraining:
     """Steps of this rank alone, and exchanges with the others after some of them."""
 
     def __init__(self, inner: Engine, outer: OuterLoop):
         # Calls since the last step that counted; with ``num_batches`` several are one.
         self.inner, self.outer, self.calls = inner, outer, 0
+        # None where each process is one rank.
+        self.ranks: RankTurns | None = None
+
+    def calls_so_far(self) -> int:
+        """Return the calls that all ranks have made."""
+        return self.outer.step * self.inner.accumulator.num_batches + self.calls
 
     def run(self, loss: Loss) -> bool:
         """Make a step of this rank alone, and the exchange that is due after it; tell if the step was applied."""
         # A step that was refused, as not finite, counts in the window, so that all ranks count alike.
         self.inner.check_open()
-        if not self.outer.begun:
-            loss = self.begin(loss)
+        begun = None if self.outer.begun else self.begin(loss)
         if self.calls == 0 and self.outer.awaited:
             self.outer.let_in()
+        if self.ranks is None:
+            applied = self._step(loss if begun is None else begun)
+        else:
+            # The loss of the first rank is called again after `begin`, which may have brought it other parameters.
+            losses = self.outer.engine.losses
+            applied = all([self._step(losses.of(loss, rank)) for rank in self.ranks.turns()])
+        if self.calls == 0:
+            self.outer.advance()
+        return applied
+
+    def _step(self, loss: Loss) -> bool:
+        """Make a step of the rank in the model."""
         try:
             applied = self.inner.step_alone(loss, LOCAL_STEP)
         except Exception as error:
             # No other rank has raised it.
             vars(error).pop("agreed", None)
             raise
-        self.calls += 1
-        if self.calls == self.inner.accumulator.num_batches:
-            self.calls = 0
-            self.outer.advance()
+        self.calls = (self.calls + 1) % self.inner.accumulator.num_batches
         return applied
 
     def begin(self, loss: Loss) -> Any:
         """Learn the parameters that a loss brings, and return its pairs.  Collective."""
         collector, error = self.inner.store.collector, None
         pairs: list[Any] = []
+        losses, ranks = self.outer.engine.losses, self.outer.comm.ranks
+        self.outer.comm.transaction(losses.agree)
         try:
-            pairs = collector.read(loss)
+            pairs = collector.read(losses.of(loss, ranks.here[0]) if callable(loss) and ranks.here else loss)
             collector.enroll(param for param, _ in pairs)
         except Exception as e:
             error = e
@@ -494,6 +561,8 @@ class LocalTraining:
             if not self.inner.store.started:
                 collector.forget()
             raise
+        if self.ranks:
+            self.ranks.begin()
         return pairs
 
     def join(self) -> None:

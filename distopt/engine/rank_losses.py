@@ -5,7 +5,7 @@ import hashlib
 import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,7 +28,9 @@ class RankLosses:
     # if there had been no loss.
 
     def __init__(self, comm: Communicator, progress: Progress):
-        self._comm, self._progress, self._logical = comm, progress, comm.ranks.logical
+        self._comm, self._logical = comm, comm.ranks.logical
+        # Returns the number of the present call, from 0.
+        self.calls: Callable[[], int] = lambda: progress.calls
         # Of each library, what all seeds of its generators are made of; [] until all processes have agreed.
         self.seeds: list[int] = []
         # Of the ranks here whose gradients of the present call lie in their buckets, the parameters without one.
@@ -59,7 +61,7 @@ class RankLosses:
 
     def turn(self, rank: int) -> "RankTurn":
         """Return the context of a rank's loss in the present call."""
-        call = self._progress.calls
+        call = self.calls()
         return RankTurn(call, [(seed, rank, call) for seed in self.seeds])
 
 

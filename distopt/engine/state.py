@@ -162,6 +162,14 @@ def check_state(engine: Engine, state: dict[str, Any]) -> dict[int, States]:
     return states
 
 
+def for_joiner(engine: Engine, state: Tree) -> Tree:
+    """Return a state of an engine with only ``shared`` of the buckets' states."""
+    states = state["states"]
+    if engine.comm.ranks.logical:
+        return state | {"states": {SHARED: shared(next(iter(states.values()), {}))}}
+    return state | {"states": shared(states)}
+
+
 def _copies(states: Any) -> States:
     """Return copies of the buckets' states of one rank."""
     for arrays in (states, *(states.values() if isinstance(states, dict) else ())):
@@ -204,9 +212,7 @@ class EngineState(TrainingState):
         return state_dict(self._engine)
 
     def for_joiner(self, state: Tree) -> Tree:
-        if self.comm.ranks.logical:
-            return state | {"states": {SHARED: shared(next(iter(state["states"].values()), {}))}}
-        return state | {"states": shared(state["states"])}
+        return for_joiner(self._engine, state)
 
     def share_with_newcomers(self) -> None:
         share_with_newcomers(self._engine)

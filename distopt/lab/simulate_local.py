@@ -158,8 +158,7 @@ class LocalSimulation:
         """Return the pseudo-gradient of a rank."""
         with self._turn(rank):
             masters, values = places(self._inner[rank])
-            fragment.measure({**values, **masters})
-        return fragment.pairs
+            return fragment.of_rank({**values, **masters})
 
 
 def _inner_engine(

@@ -414,6 +414,13 @@ def communicator(group: "dist.ProcessGroup | Communicator | None", like: torch.T
     return ProcessGroupCommunicator.of_ranks(ranks, "a group of the script's")
 
 
+def not_logical(comm: Communicator) -> ValueError:
+    """Return the error of a process that is asked for its logical ranks and has none."""
+    return ValueError(
+        f"ranks must be logical, as with distopt run --logical V or distopt.world(logical=V), got {comm!r}"
+    )
+
+
 def refuse_if_elastic(must: str, got: str) -> None:
     """Raise RuntimeError under ``distopt run --elastic``, where torch's process groups die with the first lost rank."""
     if membership.wanted():

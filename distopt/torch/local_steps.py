@@ -1,16 +1,19 @@
 """Local steps of a PyTorch model, after steps of the script's own optimizer."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distopt.comm import Communicator
+from distopt.engine.local_ranks import LocalRanks
 from distopt.engine.local_state import InnerState, LocalState
 from distopt.engine.outer_loop import Arrays, LocalOptions, outer_loop
 from distopt.engine.spec import shows
-from distopt.torch.exchange import communicator
+from distopt.engine.training_state import Tree
+from distopt.torch.exchange import communicator, not_logical
 from distopt.torch.model import TorchModel
 from distopt.torch.state import for_rank, of_rank
 from distopt.torch.tensors import as_tensor
@@ -81,7 +84,14 @@ class OuterSteps:
                 )
             self._outer.begin(values, error)
             self._model.broadcast_others(self.communicator, self._outer.engine.agreement)
+        # The logical rank whose turn it is, and whether it has made its step; None outside of one.
+        self._turn: int | None = None
         self._stepped = False
+        self._ranks: LocalRanks | None = None
+        if self.communicator.ranks.logical:
+            self._ranks = LocalRanks(self._outer, lambda: self._outer.step, self._own, self._load)
+            self.communicator.transaction(self._outer.engine.losses.agree)
+            self._ranks.begin()
         self._hook = optimizer.register_step_post_hook(lambda *_: self._advance())
         self._scalers_step: Callable[..., Any] | None = None
         if scaler is not None:
@@ -101,6 +111,52 @@ class OuterSteps:
         by_name = {p.name: p.like for p in self._model.parameters}
         return {name: as_tensor(x, like=by_name[name]).clone() for name, x in self._outer.values.items()}
 
+    @property
+    def logical(self) -> Iterator[int]:
+        """The logical ranks that live here, each once: their steps are made in ``of``, and exchanged after the last.
+
+        Each has parameters, buffers, and a state of the optimizer of its own, of which model and optimizer have one at
+        a time; ``param_groups`` are those of all.  Ranks that were adopted from a lost process meanwhile come too.
+
+        Raises:
+            ValueError: the communicator has no logical ranks.
+
+        Example:
+            >>> import torch
+            >>> import distopt
+            >>> import distopt.torch as dt
+            >>> model = torch.nn.Linear(3, 2)
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+            >>> ranks = distopt.comm.Logical(distopt.comm.LocalCommunicator(), 4)
+            >>> windows = dt.local_steps(model, optimizer, every=30, group=ranks)
+            >>> for rank in windows.logical:
+            ...     with windows.of(rank):
+            ...         optimizer.zero_grad()
+            ...         model(torch.full((1, 3), float(rank))).sum().backward()
+            ...         optimizer.step()
+            >>> windows.step_counter
+            1
+        """
+        if self._ranks is None:
+            raise not_logical(self.communicator)
+        return self._turns(self._ranks)
+
+    @contextlib.contextmanager
+    def of(self, rank: int) -> Iterator[None]:
+        """Return a context of the passes of a logical rank, and of its ``optimizer.step()``, with its random numbers.
+
+        Args:
+            rank: the one that ``logical`` has yielded last.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        if rank != self._turn:
+            turn = "a rank that logical yields" if self._turn is None else f"{self._turn}, whose turn it is"
+            raise ValueError(f"rank must be {turn}, got {rank!r}")
+        with self._outer.engine.losses.turn(rank):
+            yield
+
     def join(self) -> None:
         """Take part in the others' exchanges, without steps, until no rank makes any (``LocalSteps.join``)."""
         self._state.check_open()
@@ -112,6 +168,7 @@ class OuterSteps:
 
         They are numbers and tensors, for ``torch.save``.  The script saves model and optimizer; each rank has its own.
         """
+        self._outer.engine.check_own_rank("state_dict")
         return of_rank(self.communicator, self._state.state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,6 +180,7 @@ class OuterSteps:
         Raises:
             ValueError: it is of another rank, or of another number of ranks, or belongs to another model.
         """
+        self._outer.engine.check_own_rank("load_state_dict")
         self._state.load(for_rank(self.communicator, state))
 
     def close(self) -> None:
@@ -142,9 +200,46 @@ class OuterSteps:
 
     def _advance(self) -> None:
         self._model.refuse_new()
+        if self._ranks and (self._turn is None or self._stepped):
+            raise RuntimeError("a step of the optimizer must be in `with windows.of(rank):`, one of each logical rank")
         self._stepped = True
-        with self._model.stream():
-            self._outer.advance()
+        if self._ranks is None:
+            with self._model.stream():
+                self._outer.advance()
+
+    def _turns(self, ranks: LocalRanks) -> Iterator[int]:
+        try:
+            if self._outer.awaited:
+                self._outer.let_in()
+            for rank in ranks.turns():
+                self._turn, self._stepped = rank, False
+                yield rank
+                if not self._stepped:
+                    raise RuntimeError(f"rank {rank} must make a step of the optimizer in `with windows.of({rank}):`")
+        finally:
+            self._turn = None
+        self._outer.advance()
+
+    def _own(self) -> Tree:
+        """Return copies of what the logical rank in the model has of its own."""
+        return {
+            "parameters": {p.name: p.tensor.detach().clone() for p in self._model.parameters},
+            "others": [x.copy() for x in self._model.buffer_bytes()],
+            "optimizer": [dict(self._optimizer.state.get(p, {})) for p in self._updated()],
+        }
+
+    def _load(self, own: Tree) -> None:
+        """Bring a logical rank into the model."""
+        with torch.no_grad():
+            for p in self._model.parameters:
+                p.tensor.copy_(own["parameters"][p.name])
+        for x, kept in zip(self._model.buffer_bytes(), own["others"], strict=True):
+            x[...] = kept
+        for updated, state in zip(self._updated(), own["optimizer"], strict=True):
+            self._optimizer.state[updated] = state
+
+    def _updated(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _scaled_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Do what ``GradScaler.step`` does; count the step too if that has left it out, as not finite."""

@@ -249,6 +249,10 @@ class TorchModel:
             if dense is not place:
                 place.copy_(dense)
 
+    def buffer_bytes(self) -> list[np.ndarray]:
+        """Return a module's buffers as bytes, in their memory."""
+        return [as_bytes(x.detach()) for x in self._buffers.values()]
+
     def take_others(self, sent: Mapping[str, torch.Tensor]) -> None:
         """Take another process's ``others``."""
         with torch.no_grad():

@@ -28,7 +28,7 @@ from distopt import device
 from distopt.compress import Compressor
 from distopt.engine.joining import Joining
 from distopt.engine.spec import shows
-from distopt.torch.exchange import GradientExchange
+from distopt.torch.exchange import GradientExchange, not_logical
 from distopt.torch.model import TWICE, TensorParameter
 from distopt.torch.rank_passes import RankPasses
 from distopt.torch.tensors import hand_over, is_dtensor
@@ -198,10 +198,7 @@ class Synchronizer(GradientExchange):
 
     def _rank_passes(self) -> RankPasses:
         if self._passes is None:
-            raise ValueError(
-                f"ranks must be logical, as with distopt run --logical V or distopt.world(logical=V), got "
-                f"{self.communicator!r}"
-            )
+            raise not_logical(self.communicator)
         return self._passes
 
     def exchange(self) -> None:

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from distopt import DistOpt, LocalSteps, LossScaler, Parameter, Trainer, run_ranks, simulate
+from distopt import DistOpt, LossScaler, Parameter, Trainer, run_ranks, simulate
 from distopt.comm import Elastic, LocalCommunicator, Logical, Metered
 from distopt.compress import (
     DeepGradientCompression,
@@ -403,10 +403,8 @@ def test_what_a_process_does_as_one_rank_is_refused(text):
 
 def test_other_trainings_than_a_dist_opt_are_refused():
     def main(comm):
-        with pytest.raises(ValueError, match=r"logical ranks must be those of a DistOpt, .* for a Trainer"):
+        with pytest.raises(ValueError, match=r"logical ranks must be those of a DistOpt .* for a Trainer"):
             Trainer(parameters(), "sgd", communicator=Logical(comm, 4))
-        with pytest.raises(ValueError, match=r"logical ranks must be those of a DistOpt, .* for a LocalSteps"):
-            LocalSteps(SGD(0.1), Logical(comm, 4), every=2)
 
     run_ranks(2, main)
 

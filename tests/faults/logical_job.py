@@ -17,14 +17,16 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 import distopt
-from distopt import DistOpt, Parameter, kernels, run_ranks
+from distopt import DistOpt, LocalSteps, Parameter, kernels, run_ranks
 from distopt.comm import Logical
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8, Packed, TopK
 from distopt.data import GlobalBatches
+from distopt.engine.local_ranks import to_bytes
 from distopt.optim import SGD, Adam
 
 V, STEPS, SHAPES = 12, 12, [(600, 700), (7,), (400_000,)]
@@ -128,12 +130,63 @@ class Wrapped(TorchTraining):
         self.opt = DistOpt(self.rule, comm, params=self.model)
 
 
-TORCH = {"torch, synchronized": Synchronized, "torch, DistOpt": Wrapped}
+class Local(Training):
+    """Local steps, exchanged after every third one."""
+
+    options: ClassVar = {"every": 3, "compressor": ErrorFeedback(Packed(TopK(0.01))), "exchange": "two_phase"}
+    options |= {"fragments": 2, "delay": 1, "alpha": 0.25}
+
+    def __init__(self, comm, mode):
+        super().__init__(comm, "dense")
+        self.opt = LocalSteps(Adam(0.01), comm, threshold=900_000, **self.options)
+
+    def step(self):
+        self.opt(self.loss)
+
+    def learned(self):
+        return list(self.opt.global_parameters.values())
+
+    def digests(self):
+        state = self.opt.state_dict()
+        outer = [fragment["outer"]["states"] for fragment in state["fragments"]]
+        return _digest(x.tobytes() for x in self.learned()), {
+            rank: _digest([to_bytes({"own": own, "outer": [of[rank] for of in outer]})])
+            for rank, own in state["inner"].items()
+        }
+
+
+class TorchLocal(Local, TorchTraining):
+    """Local steps of a model of PyTorch, whose optimizer the script calls."""
+
+    def __init__(self, comm, mode):
+        from distopt.torch import local_steps
+
+        TorchTraining.__init__(self, comm, mode)
+        self.opt = local_steps(self.model, self.rule, group=comm, **self.options)
+
+    def step(self):
+        for rank in self.opt.logical:
+            with self.opt.of(rank):
+                self.rule.zero_grad()
+                self.loss(rank).backward()
+                self.rule.step()
+
+    def rejoin(self):
+        pass
+
+    def digests(self):
+        return _digest(x.numpy().tobytes() for x in self.learned()), {
+            rank: _digest([to_bytes(own)]) for rank, own in self.opt._ranks.trees().items()
+        }
+
+
+TORCH = {"torch, synchronized": Synchronized, "torch, DistOpt": Wrapped, "torch, local steps": TorchLocal}
+OTHERS = {"local steps": Local, **TORCH}
 
 
 def made(comm, mode):
     """A training in a mode."""
-    return TORCH.get(mode, Training)(comm, mode)
+    return OTHERS.get(mode, Training)(comm, mode)
 
 
 def _digest(parts):
@@ -235,7 +288,7 @@ def main():
         return train(mode, Path(folder), json.loads(plan))
     inside, failed = collections.Counter(), 0
     for seed in range(args.seed, args.seed + args.jobs):
-        for mode in args.modes or [*MODES, *TORCH]:
+        for mode in args.modes or [*MODES, *OTHERS]:
             with tempfile.TemporaryDirectory() as folder:
                 killed, wrong = job(mode, seed, Path(folder))
             inside.update(killed)

@@ -20,8 +20,11 @@ pytestmark = [
 ]
 
 
+SYNCHRONIZED = ["torch, synchronized", "torch, DistOpt"]
+
+
 @pytest.mark.parametrize("seed", every(9, range(9)))
-@pytest.mark.parametrize("mode", [*logical_job.MODES, *logical_job.TORCH])
+@pytest.mark.parametrize("mode", [*logical_job.MODES, *logical_job.OTHERS])
 def test_four_of_five_processes_are_killed(tmp_path, mode, seed):
     killed, wrong = logical_job.job(mode, seed, tmp_path)
     assert len(killed) == 4
@@ -47,7 +50,7 @@ print("learned", learned, opt.communicator.size, *(f"{{rank}}:{{of}}" for rank, 
 """
 
 
-@pytest.mark.parametrize("mode", ["packed top-K in two phases", "dgc", "three batches", *logical_job.TORCH])
+@pytest.mark.parametrize("mode", ["packed top-K in two phases", "dgc", "three batches", "local steps", *SYNCHRONIZED])
 def test_three_of_four_are_killed_and_two_come_back(tmp_path, mode):
     script = tmp_path / "script.py"
     script.write_text(GROWS.format(path=[os.path.dirname(logical_job.__file__)], mode=mode))
@@ -93,7 +96,7 @@ def check_learned(output, mode, size):
     assert dict(pair.split(":") for line in lines for pair in line[2:]) == kept
 
 
-@pytest.mark.parametrize("mode", ["packed top-K in two phases", "dgc", "torch, synchronized"])
+@pytest.mark.parametrize("mode", ["packed top-K in two phases", "dgc", "local steps", "torch, synchronized"])
 def test_a_script_changes_the_number_of_processes(tmp_path, mode):
     script, path = tmp_path / "script.py", [os.path.dirname(logical_job.__file__)]
     script.write_text(RESIZED.format(path=path, mode=mode, sizes=[(2, 2), (4, 4), (8, 3)], asks=True))

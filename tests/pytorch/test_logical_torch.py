@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install 'dist
 from torch import nn  # noqa: E402
 
 import distopt.torch as dt  # noqa: E402
-from distopt import DistOpt, run_ranks  # noqa: E402
-from distopt.comm import LocalCommunicator, Logical  # noqa: E402
+from distopt import DistOpt, LocalSteps, run_ranks  # noqa: E402
+from distopt.comm import LocalCommunicator, Logical, Ordered  # noqa: E402
 from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, Half, Int8, Packed, TopK  # noqa: E402
 from distopt.data import GlobalBatches  # noqa: E402
 
@@ -257,7 +257,91 @@ def test_ranks_must_be_logical():
         sync.of(0)
 
 
-def test_what_has_no_logical_ranks_refuses_them():
-    model = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=r"must be those of a DistOpt, or of distopt.torch.synchronize"):
-        dt.local_steps(model, torch.optim.SGD(model.parameters(), 0.1), every=3, group=Logical(LocalCommunicator(), 2))
+WINDOWS = {
+    "dense": {},
+    "fragments, later": {"fragments": 2, "delay": 1, "alpha": 0.25},
+    "packed top-K in two phases": {"compressor": ErrorFeedback(Packed(TopK(0.1))), "exchange": "two_phase"},
+}
+
+
+def locally(comm, name, wrapped, ranks=V):
+    """Nine local steps with a schedule: the global parameters, and the running means of each rank here."""
+    model, data, means = network(), GlobalBatches(96, batch=48, seed=0, ranks=V), {}
+    adam, options = rule(model, ""), {"every": 3, **WINDOWS[name]}
+    schedule, comm = torch.optim.lr_scheduler.StepLR(adam, 2, 0.5), Logical(comm, ranks) if ranks else comm
+
+    def loss(rank):
+        means[rank] = model[1].running_mean.sum().item()
+        ids = data.ids(rank, training.step_counter)
+        return nn.functional.cross_entropy(model(X[ids]), Y[ids])
+
+    def step(rank):
+        adam.zero_grad()
+        loss(rank).backward()
+        adam.step()
+
+    if wrapped:
+        training = LocalSteps(adam, comm, params=model, deterministic=True, **options)
+    else:
+        training = dt.local_steps(model, adam, group=comm, **options)
+    for _ in range(9):
+        if wrapped:
+            training(loss if ranks else lambda: loss(comm.rank))
+        elif ranks:
+            for rank in training.logical:
+                with training.of(rank):
+                    step(rank)
+        else:
+            step(comm.rank)
+        schedule.step()
+    return tuple(np.asarray(x).tobytes() for x in training.global_parameters.values()), means
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_local_steps_of_any_number_of_processes_learn_the_same(name, wrapped):
+    found = []
+    for processes in (1, 2, 4, V):
+        learned, means = zip(*run_ranks(processes, lambda comm: locally(comm, name, wrapped)), strict=True)
+        assert len(set(learned)) == 1
+        found.append((learned[0], {rank: mean for of in means for rank, mean in of.items()}))
+    assert found.count(found[0]) == 4
+    assert len(set(found[0][1].values())) == V  # each rank has its own
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_local_steps_without_random_numbers_are_those_of_a_process_for_each_rank(monkeypatch, wrapped):
+    monkeypatch.setattr(nn.functional, "dropout", lambda x, *_: x)
+    (logical,) = {learned for learned, _ in run_ranks(2, lambda comm: locally(comm, "dense", wrapped))}
+    (each,) = {learned for learned, _ in run_ranks(V, lambda comm: locally(Ordered(comm), "dense", wrapped, None))}
+    assert logical == each
+
+
+def test_local_steps_are_made_in_turn():
+    model = network()
+    rule = torch.optim.SGD(model.parameters(), 0.1)
+    windows = dt.local_steps(model, rule, every=3, group=Logical(LocalCommunicator(), 2))
+    with pytest.raises(RuntimeError, match=r"a step of the optimizer must be in `with windows\.of"):
+        rule.step()
+    with pytest.raises(RuntimeError, match=r"rank 0 must make a step of the optimizer in `with windows\.of"):
+        list(windows.logical)
+    for rank in windows.logical:
+        with pytest.raises(ValueError, match=f"rank must be {rank}, whose turn it is, got 5"), windows.of(5):
+            pass
+        with windows.of(rank):
+            rule.step()
+            with pytest.raises(RuntimeError, match="one of each logical rank"):
+                rule.step()
+    assert windows.step_counter == 1
+    with pytest.raises(ValueError, match="rank must be a rank that logical yields, got 0"), windows.of(0):
+        pass
+    for verb in (windows.state_dict, lambda: windows.load_state_dict({}), windows.join):
+        with pytest.raises(ValueError, match="must be of processes that are one rank each"):
+            verb()
+
+
+def test_local_steps_without_logical_ranks_have_none():
+    model = network()
+    windows = dt.local_steps(model, torch.optim.SGD(model.parameters(), 0.1), every=3)
+    with pytest.raises(ValueError, match="ranks must be logical"):
+        windows.logical  # noqa: B018
