@@ -115,7 +115,7 @@ def fleet(seconds):
         "  simulated: a step takes 10 s, and is made again; the rest of a kill's cost grows with the number of ranks;",
         "  a restart from checkpoints takes 948 s and what was learned since the last one, of one every 10 min",
     ]
-    for ranks, between in ((1024, 7.9 * 3600), (1024, 14 * 60)):
+    for ranks, between in ((1024, 7.9 * 3600), (1024, 14 * 60), (131072, 14 * 60)):
         adopted = useful(lambda _, ranks=ranks: 10 + (cost - WAIT) * ranks / RANKS, between)
         restarted = useful(lambda rng: 948 + rng.uniform(0, 600), between)
         lines.append(

@@ -314,6 +314,8 @@ class TorchModel:
         # A tensor's `backward()` is called, and finds no gradients of an earlier one; a callable, of a logical rank if
         # there are such, returns a tensor or pairs.
         def pairs(*rank: int) -> Any:
+            if rank and isinstance(loss, torch.Tensor):
+                raise TypeError("loss must be a callable of the rank, as opt.step(lambda rank: loss), got a tensor")
             with self.rank_buffers.of(*rank) if self.rank_buffers else contextlib.nullcontext():
                 found = loss if isinstance(loss, torch.Tensor) else loss(*rank)
                 if isinstance(found, torch.Tensor):

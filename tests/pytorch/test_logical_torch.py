@@ -1,6 +1,7 @@
 """Logical ranks of PyTorch models: one model in a process, several ranks' passes, the same bits wherever they live."""
 
 import copy
+import functools
 import threading
 import warnings
 
@@ -232,6 +233,14 @@ def test_others_hear_of_a_loop_that_was_left():
             training.step()
 
     run_ranks(2, main)
+
+
+def test_a_loss_that_is_a_tensor_is_refused():
+    model = nn.Linear(3, 2)
+    for wrap in (DistOpt, functools.partial(LocalSteps, every=2)):
+        opt = wrap(torch.optim.SGD(model.parameters(), 0.1), Logical(LocalCommunicator(), 2), params=model)
+        with pytest.raises(TypeError, match=r"loss must be a callable of the rank, .* got a tensor"):
+            opt(model(torch.ones(1, 3)).sum())
 
 
 def test_a_closure_is_refused():
