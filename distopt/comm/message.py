@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distopt.kernels.breakdown import LazyBreakdown
+from distopt.kernels.breakdown import LazyBreakdown, total
 from distopt.kernels.layout import BucketLayout
 
 
@@ -44,6 +44,18 @@ class MessageTag(NamedTuple):
 
 
 UNTAGGED = MessageTag()
+
+
+def of_several(tags: Sequence[MessageTag]) -> MessageTag:
+    """Return the tag of a message that has payloads of several ranks, each with its own tag."""
+
+    def breakdown(payload: np.ndarray) -> LazyBreakdown:
+        known = [tag.breakdown(payload) for tag in tags if tag.breakdown]
+        return lambda: total([lazy() for lazy in known])
+
+    return tags[-1]._replace(breakdown=breakdown)
+
+
 ALIGNED = 8  # an array of bytes among several in a message begins at a multiple of so many
 
 

@@ -37,8 +37,10 @@ class Meter:
 
     def breakdown(self, payload: np.ndarray) -> LazyBreakdown:
         """Return the breakdown of a gathered payload, computed when its entry is made."""
-        # Without a `breakdown` in the tag, the payload counts as values only.
+        # Without a `breakdown` in the tag, the payload counts as values only; lengths of gradients' payloads as none.
         nbytes = payload.nbytes
+        if self._tag.phase == "gradients" and payload.dtype == np.int64:
+            return lambda: PayloadBreakdown(0)
         return self._tag.breakdown(payload) if self._tag.breakdown else lambda: PayloadBreakdown(nbytes)
 
     def all_reduce(self, n: int, itemsize: int) -> None:

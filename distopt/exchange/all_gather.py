@@ -1,7 +1,6 @@
 """Payloads that cannot be added on the wire: all of them to all ranks, and the sum is formed there, in rank order."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 from distopt.comm import Communicator, byte_counts
 from distopt.comm.communicator import Phases, split
 from distopt.comm.logical import gather_of_ranks
-from distopt.comm.message import UNTAGGED, MessageTag
+from distopt.comm.message import UNTAGGED, MessageTag, of_several
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import layout_of
 from distopt.compress.state import State
@@ -40,7 +39,7 @@ class Gather(NamedTuple):
     tag: MessageTag
 
     def over(self, comm: Communicator) -> SumOfPayloads:
-        with self._tagged(comm):
+        with comm.tagged(self._own_tag):
             if self.ragged:
                 return self._sum_of(comm.all_gather(self._data, ragged=True))
             return self._sum_of(comm.all_gather(self._data, into=self._room(comm)))
@@ -54,7 +53,7 @@ class Gather(NamedTuple):
     def of_ranks(asked: Sequence["Gather"], comm: Communicator) -> list[SumOfPayloads]:
         last = asked[-1]
         lengths = None if last.ragged else [last.payload.nbytes] * last.context.size
-        with last._tagged(comm):
+        with comm.tagged(of_several([request._own_tag for request in asked])):
             return [last._sum_of(gather_of_ranks(comm, [request._data for request in asked], lengths))]
 
     @property
@@ -68,9 +67,10 @@ class Gather(NamedTuple):
         data: np.ndarray = self.payload.reshape(-1).view(np.uint8)
         return data
 
-    def _tagged(self, comm: Communicator) -> AbstractContextManager[None]:
+    @property
+    def _own_tag(self) -> MessageTag:
         payload, x, compressor, context, tag = self
-        return comm.tagged(tag._replace(breakdown=lambda _: compressor.breakdown(payload, x, context)))
+        return tag._replace(breakdown=lambda _: compressor.breakdown(payload, x, context))
 
     def _room(self, comm: Communicator) -> np.ndarray:
         """Return memory for the payloads of all ranks, where they are of the same length."""

@@ -19,7 +19,7 @@ from distopt import device
 from distopt.comm import Communicator
 from distopt.comm.communicator import Phases
 from distopt.comm.logical import exchange_of_ranks, gather_of_ranks
-from distopt.comm.message import ALIGNED, MessageTag
+from distopt.comm.message import ALIGNED, MessageTag, of_several
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.base import compressed_members
 from distopt.compress.context import decayed, layout_of
@@ -76,7 +76,7 @@ class ToOwners(NamedTuple):
 
     @staticmethod
     def of_ranks(asked: Sequence["ToOwners"], comm: Communicator) -> list["Sums"]:
-        with comm.tagged(asked[-1].tag):
+        with comm.tagged(of_several([request.tag for request in asked])):
             inboxes = exchange_of_ranks(comm, [request._messages() for request in asked])
         owners = zip(asked, inboxes, comm.ranks.here, strict=True)
         return [request._sums(inbox, owner) for request, inbox, owner in owners]
@@ -128,7 +128,7 @@ class ToAll(NamedTuple):
         last = asked[-1]
         last.entry_counts.tell_sums([])
         sent = [_message([payload.data for _, payload in request.results], last.buckets) for request in asked]
-        with comm.tagged(last.tag):
+        with comm.tagged(of_several([request.tag for request in asked])):
             return [last._of_all(gather_of_ranks(comm, sent))]
 
     def phases(self, comm: Communicator, turn: int) -> Phases:

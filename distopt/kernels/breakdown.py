@@ -1,6 +1,6 @@
 """What a payload consists of: said by the compressors that make payloads, and counted by ledgers and forecasts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,18 @@ class PayloadBreakdown(NamedTuple):
     ideal: int | None = None
     # Entries of each member of the bucket, ``(members,)``; None if all of them are sent.
     counts: np.ndarray | None = None
+
+
+def total(parts: Sequence[PayloadBreakdown]) -> PayloadBreakdown:
+    """Return the breakdown of payloads of several ranks together.
+
+    Example:
+        >>> total([PayloadBreakdown(8, 4), PayloadBreakdown(16)])
+        PayloadBreakdown(values=24, indices=4, ideal=None, counts=None)
+    """
+    values, indices, ideals, counts = zip(*parts, strict=True)
+    ideal, known = None if None in ideals else sum(ideals), all(x is not None for x in counts)
+    return PayloadBreakdown(sum(values), sum(indices), ideal, np.sum(counts, axis=0) if known else None)
 
 
 # It may be called after the payload's memory has been used again.
