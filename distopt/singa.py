@@ -173,7 +173,7 @@ class SingaModes(Facade):
 
         Args:
             link: a name or a rate (``cost.link``), a ``Link``, a ``lab.Network``, or a ``fit.Fit``.
-            ranks: number of ranks; None for that of the communicator.
+            ranks: number of ranks, or of the processes of logical ranks; None for that of the communicator.
             modes: as 'half,topk=0.01' (``lab.mode``); None for all that this optimizer can be given.
             backward: seconds of a backward pass, during which buckets of modes without a residual travel, unless this
                 was made with ``overlap=False`` or accumulates batches.
@@ -200,13 +200,14 @@ class SingaModes(Facade):
 
         network, timed = lab.wire(link), lab.compute.measure if check_bool("measure", measure) else None
         buckets = [bucket.gradients for bucket in self.engine.store.buckets]
-        asked = self.engine.comm.size if ranks is None else ranks
+        lived = self.engine.comm.ranks
+        asked, logical = self.engine.comm.size if ranks is None else ranks, lived.size if lived.logical else None
         overlap = self._arguments.get("overlap", "auto") is not False and self.engine.options.num_batches == 1
 
         def check(mode: "lab.Mode") -> None:
             self.engine.compressor_at_this_step(mode.compressor)
 
-        return lab.advise(buckets, asked, network, modes, backward, timed, overlap, check)
+        return lab.advise(buckets, asked, network, modes, backward, timed, overlap, check, logical)
 
 
 class SingaVerbs(Facade):

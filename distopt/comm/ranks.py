@@ -41,6 +41,23 @@ class Ranks(NamedTuple):
         return next((process for process, there in enumerate(self.by_process) if rank in there), rank)
 
 
+def in_each(ranks: int, processes: int) -> str:
+    """Say how many ranks live in each process."""
+    share, more = divmod(ranks, processes)
+    return f"{share + 1} or {share}" if more else str(share)
+
+
+def housed(ranks: int, processes: int) -> str:
+    """Say where ranks live.
+
+    Example:
+        >>> housed(12, 5)
+        '12 logical ranks, 3 or 2 in each of 5 processes'
+    """
+    where = f"in each of {processes} processes" if processes > 1 else "in one process"
+    return f"{ranks} logical ranks, {in_each(ranks, processes)} {where}"
+
+
 def placed(size: int, kept: Sequence[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     """Place ranks in processes, as many in each, give or take one, so that as few as can be move.
 

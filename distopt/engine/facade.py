@@ -12,6 +12,7 @@ from distopt.buckets import Plan
 from distopt.checks import check_int
 from distopt.comm import Communicator, world
 from distopt.comm.exact import as_deterministic
+from distopt.comm.ranks import housed
 from distopt.engine.checkpointer import Checkpointer
 from distopt.engine.engine import Engine
 from distopt.engine.hooks import RECORD, FirstGradients
@@ -58,7 +59,9 @@ def torch_model(opt: Any, params: Any) -> Any:
 
 def plan_of(engine: Engine) -> Plan | None:
     """Return the plan of an engine, with what its last step's compressor sends, and how; None if there is none."""
-    return engine.store.plan(engine.compressor, engine.reducers.describe(engine.compressor, engine.spec))
+    exchange, ranks = engine.reducers.describe(engine.compressor, engine.spec), engine.comm.ranks
+    lives = f"payloads are of one of {housed(ranks.size, engine.comm.size)}" if ranks.logical else ""
+    return engine.store.plan(engine.compressor, "; ".join(filter(None, (exchange, lives))))
 
 
 class Facade:

@@ -1,7 +1,7 @@
 """The messages of a whole step, as far as they depend on no data; entries as if they were spread evenly."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from distopt.exchange.choice import TwoPhase, two_phases
 from distopt.exchange.hierarchical import Shares, node_exchange, rounds
 from distopt.exchange.program import Exchange, Lengths, Request, Sum
 from distopt.exchange.sharding import cut_for
-from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown, total
 from distopt.kernels.layout import BucketLayout
 
 _nothing = functools.partial(PayloadBreakdown, 0)
@@ -31,6 +31,7 @@ class Message(NamedTuple):
         itemsize: bytes of each of them.
         sizes: bytes that are gathered, by rank, or that every rank sends to each.
         breakdown: returns what the first rank's payload consists of, if it is not summed.
+        received: bytes that each sends to the first one, if others than ``sizes`` tell.
     """
 
     verb: str
@@ -39,6 +40,7 @@ class Message(NamedTuple):
     itemsize: int = 0
     sizes: Sequence[int] = ()
     breakdown: LazyBreakdown = _nothing
+    received: Sequence[int] = ()
 
     def sent(self, ranks: int) -> float:
         """Return the mean bytes that a rank sends in it."""
@@ -60,7 +62,8 @@ class Message(NamedTuple):
             case "all_gather":
                 meter.all_gather(self.sizes, self.breakdown)
             case "all_to_all":
-                meter.all_to_all(self.sizes, [self.sizes[meter.rank]] * meter.size, self.breakdown)
+                received = self.received or [self.sizes[meter.rank]] * meter.size
+                meter.all_to_all(self.sizes, received, self.breakdown)
             case "lengths":
                 meter.lengths()
 
@@ -88,7 +91,12 @@ def message(request: Request, bucket: int | None, lengths: Sequence[int], breakd
 
 
 def step_messages(
-    plan: Sequence[BucketLayout], compressor: Compressor, ranks: int, break_even: bool = True, exchange: str = "auto"
+    plan: Sequence[BucketLayout],
+    compressor: Compressor,
+    ranks: int,
+    break_even: bool = True,
+    exchange: str = "auto",
+    by_process: Sequence[Sequence[int]] = (),
 ) -> list[Message] | None:
     """Return the messages by which a step exchanges its buckets.
 
@@ -98,6 +106,7 @@ def step_messages(
         ranks: their number.
         break_even: a bucket is all-reduced as dense where that is less.
         exchange: 'gather', 'two_phase' or 'auto'; by nodes, see ``node_messages``.
+        by_process: the ranks of each process, whose messages these are; () where each is one rank.
 
     Returns:
         The messages; None if their lengths depend on the gradients.
@@ -110,6 +119,7 @@ def step_messages(
         [6000]
     """
     phases, found = two_phases(exchange, compressor, plan, ranks, break_even), list[Message]()
+    here = by_process[0] if by_process else (0,)
     for number, layout in enumerate(plan):
         x, itemsize = _array(layout.extent, layout.dtype.itemsize), layout.dtype.itemsize
         mask = compressor.uncompressed(layout, ExchangeContext())
@@ -131,15 +141,37 @@ def step_messages(
         payload -= elements * itemsize
         context = ExchangeContext(size=ranks, bucket=BucketContext(layout))
         gather = Gather(_array(payload, 1), x, compressor, context, UNTAGGED)
-        breakdown = functools.partial(_expected_breakdown, compressor, x, context)
+        breakdown = functools.partial(_expected_breakdown, compressor, x, context, len(here))
         for request in asked(sum_payloads(gather, summed, lambda _: None, break_even), [payload] * ranks):
             found.append(message(request, number, [payload] * ranks, breakdown))
-    of_phases = _phase_messages(phases, ranks) if phases else []
-    return None if of_phases is None else [*found, *of_phases]
+    of_phases = _phase_messages(phases, ranks, here) if phases else []
+    if of_phases is None:
+        return None
+    return list(_between(by_process, [*found, *of_phases])) if by_process else [*found, *of_phases]
 
 
-def _expected_breakdown(compressor: Compressor, x: np.ndarray, context: ExchangeContext) -> PayloadBreakdown:
-    return compressor.breakdown(None, x, context)()
+def _between(by_process: Sequence[Sequence[int]], asked: Sequence[Message]) -> Iterator[Message]:
+    """Yield the messages of the first process for what each of the ranks that live in processes asks for."""
+    counts = [len(there) for there in by_process]
+    for m in asked:
+        to_each = counts[0] if m.verb == "all_to_all" else 1
+        if m.verb == "all_reduce":
+            shares = byte_counts.shares(m.elements, m.itemsize, len(counts))
+            sent, received = [counts[0] * share for share in shares], [n * shares[0] for n in counts]
+            for verb, sizes, payload in (("all_to_all", sent, sum(sent)), ("all_gather", shares, shares[0])):
+                values = functools.partial(PayloadBreakdown, payload)
+                yield Message(verb, m.bucket, sizes=sizes, breakdown=values, received=received)
+        elif m.verb == "lengths" or m.bucket is None:  # how long payloads are is told before
+            told = [8 * n * to_each for n in counts]
+            yield Message("all_to_all" if m.verb == "all_to_all" else "all_gather", m.bucket, sizes=told, received=told)
+        if m.verb in ("all_gather", "all_to_all"):
+            sizes = [message_bytes([m.sizes[rank] for rank in there] * to_each) for there in by_process]
+            received = [message_bytes([m.sizes[rank] for rank in by_process[0]] * n) for n in counts]
+            yield m._replace(sizes=sizes, received=received)
+
+
+def _expected_breakdown(compressor: Compressor, x: np.ndarray, context: ExchangeContext, n: int) -> PayloadBreakdown:
+    return total([compressor.breakdown(None, x, context)()] * n)
 
 
 def _array(elements: int, itemsize: int) -> np.ndarray:
@@ -207,7 +239,7 @@ def messages_inside(plan: Sequence[BucketLayout], shares: Shares, verb: str) -> 
     return found
 
 
-def _phase_messages(phases: TwoPhase, ranks: int) -> list[Message] | None:
+def _phase_messages(phases: TwoPhase, ranks: int, here: Sequence[int]) -> list[Message] | None:
     """Return the messages of all buckets that are exchanged in two phases; None if they depend on the gradients."""
     shards, codec, found = cut_for(phases.codec, phases.members, ranks, ()), phases.codec, []
     for verb, summed in (("all_to_all", False), ("all_gather", True)):
@@ -219,8 +251,8 @@ def _phase_messages(phases: TwoPhase, ranks: int) -> list[Message] | None:
                 return None
             for piece, nbytes in zip(pieces, expected, strict=True):
                 to_owner[piece.owner].append(nbytes.total)
-                if piece.owner == 0 or not summed:
-                    values, indices = values + nbytes.values, indices + nbytes.indices
+                payloads = here.count(piece.owner) if summed else len(here)
+                values, indices = values + payloads * nbytes.values, indices + payloads * nbytes.indices
         breakdown = functools.partial(PayloadBreakdown, values, indices)
         found.append(Message(verb, None, sizes=[message_bytes(nbytes) for nbytes in to_owner], breakdown=breakdown))
     return found

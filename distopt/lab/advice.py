@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from distopt.checks import check_float, check_int
+from distopt.comm.ranks import housed
 from distopt.formatting import NONE, counted, nbytes, printable, rate, seconds, table
 from distopt.kernels.layout import BucketLayout
 from distopt.lab import break_even, compute
@@ -123,7 +124,10 @@ class Advice(NamedTuple):
                 "for ranks": NONE if choice.mode.name == DENSE.name else _ranks(choice.ranks),
             }
             lines.append(columns)
-        about = f"{counted(question.ranks, 'rank')}, {described(question.wire, question.ranks)}"
+        who, whose = counted(question.ranks, "rank"), "one rank"
+        if question.logical:
+            who, whose = housed(question.logical, question.ranks), "the first process"
+        about = f"{who}, {described(question.wire, question.ranks)}"
         backward = f"; backward {seconds(question.backward)}" if question.backward else ""
         more = [
             f"  {choice.mode.name}: {counted(len(choice.sends.fallen), 'bucket')} sent as dense, which is less"
@@ -132,7 +136,7 @@ class Advice(NamedTuple):
         ]
         more += [f"  {name}: not here. {why}" for name, why in self.refused]
         shown = table([[*lines[0]], *([*columns.values()] for columns in lines)])
-        head = f"{about}{backward}; bytes of one rank in a step"
+        head = f"{about}{backward}; bytes of {whose} in a step"
         return "\n".join([head, *shown, *more, *notes(question.wire, self.measured), self.verdict])
 
 
@@ -145,6 +149,7 @@ def advise(
     measure: Callable[[Mode], Compute] | None = compute.measure,
     overlap: bool = True,
     check: Callable[[Mode], None] = lambda mode: None,
+    logical: int | None = None,
 ) -> Advice:
     """Compare modes, dense among them, by the predicted time of one exchange of gradients.
 
@@ -157,6 +162,7 @@ def advise(
         measure: returns the compute cost of a mode; None leaves out the time of compressing.
         overlap: whether buckets travel while the backward pass goes on, unless all have their messages together.
         check: raises ValueError for a mode to be left out; the reason is kept in ``Advice.refused``.
+        logical: how many ranks live in ``ranks`` processes; None for one in each.
 
     Raises:
         ValueError: the bytes of a mode depend on the data, or an argument is out of range.
@@ -180,7 +186,7 @@ def advise(
     if DENSE.name not in [m.name for m in chosen]:
         chosen.insert(0, DENSE)
     backward = check_float("backward", backward, most=MAX_BACKWARD_SECONDS)
-    question = Question(buckets, check_int("ranks", ranks, least=1), wire, backward, overlap=overlap)
+    question = Question(buckets, check_int("ranks", ranks, least=1), wire, backward, overlap=overlap, logical=logical)
     for m in chosen:  # modes without a forecast are refused before anything is measured
         question.predict(m)
     question = question._replace(computes=measured(chosen, measure))
@@ -190,7 +196,7 @@ def advise(
         if m.name != DENSE.name:
             density, bandwidth = break_even.density(question, m), break_even.bandwidth(question, m)
             pays = break_even.ranks(question, m)
-        sends = forecast(buckets, m, ranks, wire.per_node)
+        sends = forecast(buckets, m, ranks, wire.per_node, logical=logical)
         choices.append(Choice(m, sends, question.predict(m), density, bandwidth, pays))
     choices.sort(key=lambda c: (c.takes.exchange, c.mode.name != DENSE.name))
     return Advice(tuple(choices), tuple(refused), question, measure is not None)

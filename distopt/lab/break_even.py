@@ -90,7 +90,7 @@ def ranks(question: Question, mode: Mode) -> list[Bounds]:
         return good
 
     steps = {n for k in range(MAX_RANKS.bit_length()) for n in (1 << k, 3 << k)}
-    ladder = sorted({n * unit for n in steps if 1 < n * unit <= MAX_RANKS} | {question.ranks})
+    ladder = sorted({n * unit for n in steps if 1 < n * unit <= (question.logical or MAX_RANKS)} | {question.ranks})
     good, bounds = [faster(size) for size in ladder], []
     for pay, run in itertools.groupby(range(len(ladder)), good.__getitem__):
         if pay:

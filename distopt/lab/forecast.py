@@ -10,6 +10,7 @@ from distopt.comm.byte_counts import DIRECT
 from distopt.comm.ledger import Ledger
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
+from distopt.comm.ranks import placed
 from distopt.compress import ExchangeContext
 from distopt.engine.outer_loop import cut
 from distopt.exchange.hierarchical import adds_inside, node_sizes
@@ -85,6 +86,7 @@ def forecast(
     per_node: int = 1,
     break_even: bool = True,
     exchange: str = "auto",
+    logical: int | None = None,
 ) -> Forecast:
     """Count what ``step(loss, mode.compressor, break_even, exchange)`` sends of gradients in these buckets.
 
@@ -98,6 +100,8 @@ def forecast(
         per_node: ranks on each host; bytes between these do not count as ``between``.
         break_even: whether a bucket is all-reduced as dense where that is less.
         exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
+        logical: how many ranks live in ``ranks`` processes, of which the first one, which has most, is counted; None
+            for one in each.
 
     Raises:
         TypeError: a number is no integer.
@@ -110,8 +114,10 @@ def forecast(
         (4000000, 6000000, 4000000)
     """
     apart = exchanges(buckets, mode)
-    ledgers = [exchange_ledger(those, mode, ranks, per_node, break_even, exchange) for those in apart]
+    ledgers = [exchange_ledger(those, mode, ranks, per_node, break_even, exchange, logical) for those in apart]
     found = [summary(ledger, those, mode, 1) for ledger, those in zip(ledgers, apart, strict=True)]
+    if logical is not None:  # so many ranks send as dense what as many processes do
+        found[0] = found[0]._replace(fallen=forecast(buckets, mode, logical, 1, break_even, exchange).fallen)
     every = mode.windows.every
     if every == 1:
         return found[0]
@@ -197,6 +203,7 @@ def step_ledger(
     per_node: int = 1,
     break_even: bool = True,
     exchange: str = "auto",
+    logical: int | None = None,
 ) -> Ledger:
     """Return the first rank's ledger of one step, without tensors and ideal bits, which depend on the data.
 
@@ -209,6 +216,7 @@ def step_ledger(
         per_node: ranks on each host.
         break_even: whether a bucket is all-reduced as dense where that is less.
         exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
+        logical: as of ``forecast``.
 
     Raises:
         TypeError: a number is no integer.
@@ -221,7 +229,7 @@ def step_ledger(
     """
     ledger = Ledger()
     for those in exchanges(buckets, mode):
-        exchange_ledger(those, mode, ranks, per_node, break_even, exchange, ledger)
+        exchange_ledger(those, mode, ranks, per_node, break_even, exchange, logical, ledger)
     return ledger
 
 
@@ -232,6 +240,7 @@ def exchange_ledger(
     per_node: int,
     break_even: bool,
     exchange: str,
+    logical: int | None,
     ledger: Ledger | None = None,
 ) -> Ledger:
     """Return the first rank's ledger of one exchange of these buckets, or write it to the one that is given."""
@@ -240,20 +249,33 @@ def exchange_ledger(
     if ranks > MOST_RANKS:
         raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
     hosts = [rank // per_node for rank in range(ranks)]
-    if adds_inside(exchange, mode.compressor, buckets, hosts):
+    if logical is None and adds_inside(exchange, mode.compressor, buckets, hosts):
         sizes = node_sizes(hosts)
         found = _known(node_messages(buckets, mode.compressor, sizes, break_even), mode)
         inside = Meter(0, sizes[0], [0] * sizes[0], DIRECT, ledger)
         between = Meter(0, len(sizes), range(len(sizes)), DIRECT, ledger)
         sent = [(inside, found.sums), (between, found.between[0]), (inside, found.results)]
     else:
-        found_by_all = _known(step_messages(buckets, mode.compressor, ranks, break_even, exchange), mode)
+        found_by_all = _of_step(buckets, mode, ranks, break_even, exchange, logical)
         sent = [(Meter(0, ranks, hosts, DIRECT, ledger), found_by_all)]
     for meter, those in sent:
         for message in those:
             with meter.tagged(MessageTag("gradients", 0, message.bucket)):
                 message.write(meter)
     return ledger
+
+
+def _of_step(
+    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool, exchange: str, logical: int | None
+) -> list[Message]:
+    """Return the messages of a step that does not go by nodes."""
+    if logical is not None:
+        if not ranks <= logical <= MOST_RANKS:
+            raise ValueError(f"logical must be from {ranks}, the number of processes, to {MOST_RANKS}, got {logical}")
+        if mode.windows.every > 1:
+            raise ValueError(f"modes must exchange gradients at each step with logical ranks, got {mode.name}")
+    there = placed(logical, [[]] * ranks) if logical and logical > ranks else ()
+    return _known(step_messages(buckets, mode.compressor, logical or ranks, break_even, exchange, there), mode)
 
 
 def _known(found: T | None, mode: Mode) -> T:
@@ -273,6 +295,7 @@ def sendings(
     break_even: bool = True,
     exchange: str = "auto",
     per_node: int = 1,
+    logical: int | None = None,
 ) -> list[Sending]:
     """Return the messages that ``forecast`` counts, for predictions of how long they take.
 
@@ -283,6 +306,7 @@ def sendings(
         break_even: whether a bucket is all-reduced as dense where that is less.
         exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
         per_node: ranks on each host.
+        logical: as of ``forecast``.
 
     Returns:
         One ``Sending`` per bucket, and a last one of no elements for messages of all buckets, if there are any; with
@@ -301,17 +325,18 @@ def sendings(
     found, hosts = list[Sending](), [rank // per_node for rank in range(ranks)]
     for those in exchanges(buckets, mode):
         calls: dict[int | None, list[tuple[str, int]]] = {number: [] for number in range(len(those))}
-        by_nodes = adds_inside(exchange, mode.compressor, those, hosts)
+        by_nodes = logical is None and adds_inside(exchange, mode.compressor, those, hosts)
         if by_nodes:
             sizes = node_sizes(hosts)
             of_nodes, size = _known(node_messages(those, mode.compressor, sizes, break_even), mode), len(sizes)
             sent = [message for column in of_nodes.between for message in column]
         else:
-            sent, size = _known(step_messages(those, mode.compressor, ranks, break_even, exchange), mode), ranks
+            sent, size = _of_step(those, mode, ranks, break_even, exchange, logical), ranks
         for message in sent:
             calls.setdefault(message.bucket, []).append(_call(message, size))
         for number, sends in calls.items():
-            sending = _sending(0 if number is None else those[number].extent, mode, sends)
+            passes = -(-(logical or ranks) // ranks)  # of the ranks of one process
+            sending = _sending(0 if number is None else passes * those[number].extent, mode, sends)
             if by_nodes:
                 elements, decompressed, between = (*sending[:2], sending.collectives)
                 nbytes = 0 if number is None else elements * those[number].dtype.itemsize
@@ -349,7 +374,7 @@ def observed(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps:
 
 
 def _sending(elements: int, mode: Mode, calls: Sequence[tuple[str, int]]) -> Sending:
-    verbs = ("all_reduce",) if mode.compressor.traits.summable else ("all_gather", "all_to_all")
+    verbs = ("all_reduce", "all_gather") if mode.compressor.traits.summable else ("all_gather", "all_to_all")
     timed = [("all_gather" if name == "lengths" else name, nbytes) for name, nbytes in calls]
     return Sending(elements, sum(nbytes for name, nbytes in calls if name in verbs), tuple(timed))
 

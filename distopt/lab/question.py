@@ -48,6 +48,7 @@ class Question(NamedTuple):
         computes: the measured compute cost by (kind of mode, density); 1 stands for a mode without a density.
         overlap: whether buckets travel while the backward pass goes on, unless all have their messages together.
         exchange: 'gather', 'two_phase', 'nodes' or 'auto', as of a step.
+        logical: how many ranks live in ``ranks`` processes; None for one in each.
 
     Example:
         >>> from distopt.lab import Question, buckets, mode, network
@@ -63,6 +64,7 @@ class Question(NamedTuple):
     computes: Computes = MappingProxyType({})
     overlap: bool = True
     exchange: str = "auto"
+    logical: int | None = None
 
     def predict(self, mode: Mode) -> Prediction:
         """Predict the seconds of a step in a mode."""
@@ -70,7 +72,8 @@ class Question(NamedTuple):
 
     def sent(self, mode: Mode) -> list[Sending]:
         """Return the messages of a step in a mode."""
-        return sendings(self.buckets, mode, self.ranks, exchange=self.exchange, per_node=self.wire.per_node)
+        per_node = self.wire.per_node
+        return sendings(self.buckets, mode, self.ranks, True, self.exchange, per_node, self.logical)
 
     def compute(self, mode: Mode) -> Compute:
         """Return the compute cost of a mode, interpolated between the densities at which its kind was measured.

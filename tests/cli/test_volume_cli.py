@@ -56,6 +56,23 @@ def test_volume_prints_a_table_with_the_worked_values(capsys):
     assert note[0].startswith("wire time: predicted; compute: adding up alone; the update")
 
 
+def test_volume_and_advise_know_logical_ranks(capsys):
+    """Of three ranks the first process sends 4/5 of each one's gradients, and a fifth of the sum four times."""
+    setting = ("--modes", "dense", "--logical", "12", "--no-measure")
+    assert volume(*setting, "--ranks", "5,12") == 0
+    title, head, *rows, _ = cells(capsys.readouterr().out)
+    assert title[0].endswith("; 12 logical ranks; bytes of the first process")
+    assert head[:5] == ["mode", "processes", "ranks in each", "payload/step", "wire/step"]
+    assert [row[:5] for row in rows] == [
+        ["dense", "5", "3 or 2", "327 MB", "327 MB"],
+        ["dense", "12", "1", "102 MB", "187 MB"],
+    ]
+    assert main(["advise", *setting, "--ranks", "5"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("resnet50 on 12 logical ranks, 3 or 2 in each of 5 processes, 10GbE")
+    assert "bytes of the first process in a step" in out
+
+
 @pytest.mark.thorough
 def test_volume_json_has_the_forecast_bytes(small, tmp_path, capsys):
     out = tmp_path / "out.json"
@@ -248,6 +265,9 @@ def test_volume_and_advise_use_a_measured_network(tmp_path, small, capsys):
         ("--ranks 2,x", "--ranks must be whole numbers"),
         ("--ranks 12 --per-node 8", "--ranks must fill nodes of 8, got 12"),
         ("--per-node 0", "--per-node must be at least 1, got 0"),
+        ("--logical 0", "--logical must be at least 1, got 0"),
+        ("--logical 3 --ranks 4", "logical must be from 4, the number of processes, to 65536, got 3"),
+        ("--logical 3 --modes local=9", "modes must exchange gradients at each step with logical ranks, got local=9"),
         ("--threshold -1", "threshold must be at least 0, got -1"),
         ("--fit no.json", "No such file"),
         ("--fit no.json --link 1GbE", "--fit must be the only network, got another one; leave out --link"),

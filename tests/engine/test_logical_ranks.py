@@ -263,6 +263,8 @@ def test_ranks_of_a_process_bring_their_gradients_in_order():
         called = []
         opt(lambda rank: called.append(rank) or [(p, np.ones_like(p.data)) for p in params])
         assert f"ranks {', '.join(map(str, called))} of {V}, process {comm.rank} of 4, 1 steps" in repr(opt)
+        assert f"payloads are of one of {V} logical ranks, 2 or 1 in each of 4 processes" in str(opt.plan)
+        assert str(opt.advise("1GbE", measure=False)).startswith(f"{V} logical ranks, 2 or 1 in each of 4 processes")
         return called, opt.world_size, opt.global_rank
 
     assert run_ranks(4, main) == [([0, 1], V, 0), ([2, 3], V, 1), ([4], V, 2), ([5], V, 3)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import distopt
 import laws
 from distopt import DistOpt, run_ranks, simulate, volume
-from distopt.comm import LocalCommunicator, Metered
+from distopt.comm import LocalCommunicator, Logical, Metered
 from distopt.compress import DeepGradientCompression, Half, Packed
 from distopt.lab import (
     DEFAULT,
@@ -48,7 +48,7 @@ DENSE = mode("dense")
 def written(ledger):
     """Messages of gradients: bucket, verb and bytes."""
     gradients_sent = [e for e in ledger.entries if e.phase == "gradients"]
-    return sorted((e.bucket, e.verb, *(getattr(e, name) for name in COUNTS)) for e in gradients_sent)
+    return sorted(((e.bucket, e.verb, *(getattr(e, name) for name in COUNTS)) for e in gradients_sent), key=str)
 
 
 def plan_of(sizes, threshold, dtype="float32"):
@@ -130,6 +130,46 @@ def test_a_forecast_is_the_ledger_of_ranks(name):
 
     ledger = volume.step_ledger(plan_of(sizes, 200), mode(name), 3, per_node=3)
     assert written(ledger) == written(run_ranks(3, main)[0])
+
+
+def of_processes(processes, logical, shapes, pairs, compressor, *how):
+    """The ledgers of processes that make one step of logical ranks."""
+
+    def main(comm):
+        metered, params = Metered(Logical(comm, logical)), laws.parameters(shapes)
+        opt = DistOpt(SGD(0.05), metered, threshold=200)
+        opt.step(lambda rank: pairs(rank, params), compressor, *how)
+        return metered.ledger
+
+    return run_ranks(processes, main)
+
+
+@pytest.mark.parametrize("processes", [1, 5])
+@pytest.mark.parametrize("name", FIXED)
+def test_a_forecast_of_logical_ranks_is_the_ledger_of_their_first_process(name, processes):
+    shapes, chosen, how = [(40, 50), (7,), (3, 5, 9), (100,), (0,), ()], mode(name), (True, "gather")
+    pairs = lambda rank, params: laws.pairs(laws.VirtualRank(rank, 12), params, 0)  # noqa: E731
+    ledgers, plan = of_processes(processes, 12, shapes, pairs, chosen.compressor, *how), plan_of(shapes, 200)
+    assert written(volume.step_ledger(plan, chosen, processes, processes, *how, 12)) == written(ledgers[0])
+    of_each = [summary(ledger, plan, chosen, 1) for ledger in ledgers]
+    found = forecast(plan, chosen, processes, processes, *how, 12)
+    assert found == of_each[0]._replace(fallen=forecast(plan, chosen, 12, 12, *how).fallen)
+    assert of_each[0].payload == max(found.payload for found in of_each)
+
+
+@pytest.mark.parametrize("processes", [1, 5])
+@pytest.mark.parametrize("name", ["2bit", "1bit", "int8", "topk=0.01", "topk=0.01+packed:int8"])
+def test_a_forecast_of_logical_ranks_in_two_phases_is_the_ledger_of_their_first_process(name, processes):
+    """Entries are spread evenly, as in the test of virtual ranks."""
+    shapes, chosen = [(1200,), (500,), (7200,)], mode(name)
+    grads = [np.where(np.arange(n) % 100 == 99, np.arange(n), 0).astype(np.float32) for (n,) in shapes]
+
+    def pairs(rank, params):
+        return [(p, g.copy()) for p, g in zip(params, grads, strict=True)]
+
+    ledgers = of_processes(processes, 12, shapes, pairs, chosen.compressor, False, TWO)
+    ledger = volume.step_ledger(plan_of(shapes, 200), chosen, processes, processes, False, TWO, 12)
+    assert written(ledger) == written(ledgers[0])
 
 
 def test_a_forecast_has_the_bytes_worked_out_by_hand():

@@ -25,7 +25,10 @@ def main(args: argparse.Namespace) -> int:
         model = setting.MODEL if args.model is None else args.model
         gradients = buckets(shapes(model)[::-1], args.threshold)
         measure = setting.computing(args)
-        advices = [advise(gradients, ranks, network, args.modes, args.backward, measure) for ranks in numbers]
+        advices = [
+            advise(gradients, ranks, network, args.modes, args.backward, measure, logical=args.logical)
+            for ranks in numbers
+        ]
     except (OSError, ValueError, TypeError) as error:
         print(f"distopt advise: {printable(str(error))}", file=sys.stderr)
         return 2

@@ -29,6 +29,7 @@ def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None
         help="kind[=number][+option]..., as topk=0.01+packed:int8 (distopt.lab.mode); default: %(default)s",
     )
     parser.add_argument("--ranks", metavar="P,Q", help=f"default: {ranks}, or those of a fit")
+    parser.add_argument("--logical", type=int, metavar="V", help="V ranks, in as many processes as --ranks says")
     parser.add_argument("--link", metavar="NAME", help=f"{', '.join(LINKS)}, or a rate, as 300Mbit/s; default {LINK}")
     parser.add_argument("--per-node", type=int, default=1, metavar="M", help="ranks of a node, which share its link")
     parser.add_argument("--inside", metavar="NAME", help=f"the link inside a node; default {INSIDE}")
@@ -52,7 +53,9 @@ def wire(args: argparse.Namespace) -> Wire:
 
 def ranks(args: argparse.Namespace, network: Wire) -> list[int]:
     """Return the numbers of ranks, ascending; ValueError for malformed ones, and if they do not fill their nodes."""
-    wanted = args.ranks or (str(network.ranks) if isinstance(network, Fit) else args.usual)
+    usual = str(network.ranks) if isinstance(network, Fit) else args.usual
+    most = MOST_RANKS if args.logical is None else check_int("--logical", args.logical, least=1)
+    wanted = args.ranks or ",".join(str(min(int(n), most)) for n in usual.split(","))
     texts = [text.strip() for text in wanted.split(",")]
     if not all(re.fullmatch(r"\d{1,5}", text) and 1 <= int(text) <= MOST_RANKS for text in texts):
         must = f"whole numbers from 1 to {MOST_RANKS} with commas between them"

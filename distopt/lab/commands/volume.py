@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distopt.checks import check_int
+from distopt.comm.ranks import in_each
 from distopt.exchange.hierarchical import adds_inside
 from distopt.formatting import NONE, counted, nbytes, printable, seconds, table, times
 from distopt.io import strict_json
@@ -61,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
         tape = None if args.gradients is None else Tape(args.gradients)
         model = args.model if args.model is not None else args.gradients.name if tape else setting.MODEL
         replay, gradients = _gradients(args, model, tape, chosen, ranks)
-        question = Question(gradients, 1, network)
+        question = Question(gradients, ranks[-1], network, logical=args.logical)
         if not replay:
             for mode in chosen:  # what needs gradients is refused before anything is measured
                 question.predict(mode)
@@ -150,6 +151,8 @@ def _gradients(
         if args.steps is not None:
             raise ValueError("--steps must be those of a tape, got none; give it with --gradients")
         return None, buckets(shapes(model)[::-1], args.threshold)
+    if args.logical is not None:
+        raise ValueError(f"--logical must be without a tape, whose ranks are one process each, got {args.logical}")
     if args.model is not None:
         tape.check(shapes(args.model))
     steps = len(tape.steps) if args.steps is None else min(args.steps, len(tape.steps))
@@ -176,12 +179,12 @@ def rows(question: Question, chosen: Sequence[Mode], ranks: Sequence[int], repla
     per_node, table_rows = question.wire.per_node, []
     for size in ranks:
         on_ranks = question._replace(ranks=size)
-        dense = forecast(question.buckets, DENSE, size, per_node).sent
+        dense = forecast(question.buckets, DENSE, size, per_node, logical=question.logical).sent
         for mode in chosen:
             if replay:
                 sends, sent = replay.send(mode, size, per_node)
             else:
-                sends = forecast(question.buckets, mode, size, per_node)
+                sends = forecast(question.buckets, mode, size, per_node, logical=question.logical)
                 sent = on_ranks.sent(mode)
             table_rows.append(
                 ModeForecast(mode, size, sends, on_ranks.timed(sent, mode, on_ranks.compute(mode)), dense)
@@ -204,6 +207,7 @@ def numbers(
         "model": model,
         "network": described(question.wire),
         "link": question.wire.link._asdict(),
+        "logical": question.logical,
         "buckets": len(question.buckets),
         "steps": len(replay.steps) if replay else None,
         "rows": [
@@ -232,8 +236,11 @@ def _shown(
     elements = sum(int(bucket.records["size"].sum()) for bucket in question.buckets)
     source = f"; {counted(len(replay.steps), 'recorded step')}" if replay else ""
     size = f"{counted(tensors, 'tensor')}, {elements:,} elements, {counted(len(question.buckets), 'bucket')}"
-    title = f"{printable(model)}: {size}; {described(question.wire)}{source}; bytes of one rank"
+    logical = question.logical
+    who = f"{counted(logical, 'logical rank')}; bytes of the first process" if logical else "bytes of one rank"
+    title = f"{printable(model)}: {size}; {described(question.wire)}{source}; {who}"
     idle = {
+        "ranks in each": not logical,
         "leaves node": all(row.sends.between == row.sends.sent for row in table_rows),
         "peak step": all(row.sends.peak == row.sends.sent for row in table_rows),
         "sent dense": not any(row.sends.fallen for row in table_rows),
@@ -243,7 +250,8 @@ def _shown(
         fallen = f"{len(row.sends.fallen)} of {len(question.buckets)}" if row.sends.fallen else NONE
         columns = {
             "mode": row.mode.name,
-            "ranks": str(row.ranks),
+            "processes" if logical else "ranks": str(row.ranks),
+            "ranks in each": in_each(logical, row.ranks) if logical else NONE,
             "payload/step": nbytes(row.sends.payload),
             "wire/step": nbytes(row.sends.sent),
             "peak step": nbytes(row.sends.peak),
