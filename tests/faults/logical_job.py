@@ -1,7 +1,9 @@
 """A job of logical ranks, whose processes are killed at random instants of a step: a script, and what starts it.
 
-``python tests/faults/logical_job.py [--jobs N] [--seed S] [MODE ...]`` starts N jobs of each mode and prints, for each,
-what its processes were doing when they were killed, and whether it has learned what one process alone does.
+``python tests/faults/logical_job.py [--histories] [--jobs N] [--seed S] [MODE ...]`` starts N jobs of each mode and
+prints, for each, what its processes were doing when they were killed, and whether it has learned what one process alone
+does.  With ``--histories`` others come too, are more or fewer as the script or a signal to the launcher asks, and are
+killed while the ranks of a lost one move to those that are left.
 """
 
 import argparse
@@ -9,8 +11,10 @@ import collections
 import functools
 import hashlib
 import json
+import math
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -24,12 +28,15 @@ import numpy as np
 import distopt
 from distopt import DistOpt, LocalSteps, Parameter, kernels, run_ranks
 from distopt.comm import Logical
+from distopt.comm.elastic import EpochGroup
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8, Packed, TopK
 from distopt.data import GlobalBatches
 from distopt.engine.local_ranks import to_bytes
 from distopt.optim import SGD, Adam
 
 V, STEPS, SHAPES = 12, 12, [(600, 700), (7,), (400_000,)]
+ADOPTION, JOIN = ", in an adoption", ", as others came"
+SIGNALS = {"SIGUSR1": signal.SIGUSR1, "SIGUSR2": signal.SIGUSR2}
 MODES = {
     "dense": (None, "auto", 1),
     "half": (Half(), "auto", 1),
@@ -206,13 +213,29 @@ def alone(mode):
 
 
 class Kernels:
-    """Notes which kernel runs, and how long all of a step but those that pack have run."""
+    """Notes which kernel runs, how long all of a step but those that pack have run, and whether ranks move."""
 
-    def __init__(self):
+    def __init__(self, membership):
         self.inside, self.seconds, self.begun = "no kernel", 0.0, threading.Event()
+        self.membership, self.epochs = membership, threading.Semaphore(0)
+        # Why ranks move, and until how many transactions have ended.
+        self.moves, self.until = "", 0.0
+        self.killer, self.late = None, False
         for name, kernel in list(vars(kernels).items()):
             if type(kernel).__name__.endswith("Kernel") and name != "pack":
                 setattr(kernels, name, functools.partial(self._call, name, kernel))
+        reconfigure = EpochGroup.reconfigure
+
+        def noted(group, epoch, admit):
+            comes, before, self.moves = membership.outside, membership.size, JOIN if admit else ADOPTION
+            self.until = math.inf
+            comes or self.epochs.release()
+            reconfigure(group, epoch, admit)
+            comes and self.epochs.release()
+            self.until, after = membership.most + 1, (membership._next or membership).size - group.came
+            self.moves = JOIN if comes or after == before else ADOPTION
+
+        EpochGroup.reconfigure = noted
 
     def _call(self, name, kernel, *arguments, **options):
         self.inside = name
@@ -230,55 +253,149 @@ class Kernels:
         def kill():
             self.begun.wait()
             time.sleep(seconds)
-            while self.inside == "no kernel":
+            while self.inside == "no kernel" and not self.late:
                 time.sleep(1e-5)
             time.sleep(later)
-            place.write_text(self.inside)
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._kill(place)
 
         self.begun.clear()
+        self.killer = threading.Thread(target=kill, daemon=True)
+        self.killer.start()
+
+    def end(self):
+        """Wait for the end, if this process is to be killed in or between kernels: somebody must go on."""
+        self.late = True
+        if self.killer:
+            self.killer.join()
+
+    def kill_as_ranks_move(self, epochs, later, place):
+        """Kill this process so many seconds after so many times have begun in which ranks move."""
+
+        def kill():
+            for _ in range(epochs):
+                self.epochs.acquire()
+            time.sleep(later)
+            self._kill(place)
+
         threading.Thread(target=kill, daemon=True).start()
+
+    def _kill(self, place):
+        place.write_text(self.inside + self.moves * (self.membership.ended < self.until))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(mode, folder, plan):
-    """Train; ``plan``: by member, the step in which it is killed, and after what part of its kernels, or more."""
+    """Train.
+
+    ``plan``: by member, the step in which it is killed, and after what part of its kernels, or more; those that are
+    killed as ranks move, as the how many-th time, and how much later; by step, what becomes of the number of processes.
+    """
     training = made(distopt.world("cpu", logical=V), mode)
     opt, member = training.opt, os.environ.get("DISTOPT_MEMBER", "0")
+    world, place = opt.communicator, folder / f"{member}.killed"
+    running, (at, part, later) = Kernels(world.membership), plan["kills"].get(member, (-1, 0.0, 0.0))
+    if member in plan["moves"]:
+        running.kill_as_ranks_move(*plan["moves"][member], place)
+    came = world.outside
     training.rejoin()
-    running, (at, part, later) = Kernels(), plan.get(member, (-1, 0.0, 0.0))
+    seen = opt.step_counter if came else -1  # the others have come to this step before
     while opt.step_counter < STEPS:
-        if opt.step_counter == at:
-            running.kill_within(part * running.seconds, later, folder / f"{member}.killed")
+        if (step := opt.step_counter) != seen:
+            change_size(opt, plan["sizes"].get(str(step)), member, folder / f"{step}.size")
+        if step == at:
+            running.kill_within(part * running.seconds, later, place)
             at = -1
+        if step == STEPS - 1:
+            running.end()
         running.seconds = 0.0
         training.step()
     (folder / f"{member}.end").write_text(json.dumps(training.digests()))
 
 
+def change_size(opt, size, member, place):
+    """Ask for so many processes, or for one more or less by a signal, or give one that may come some time for it."""
+    if isinstance(size, int):
+        place.touch()
+        opt.resize(size)
+    elif size in SIGNALS and member == "0":
+        place.touch()
+        os.kill(os.getppid(), SIGNALS[size])
+    if size:
+        until = time.monotonic() + 2
+        while not opt.communicator.joiner_waits() and time.monotonic() < until:
+            time.sleep(0.01)
+
+
 def job(mode, seed, folder, ranks=5):
     """Start a job in which all processes but one are killed; return what was killed in what, and what went wrong."""
-    from launch import distopt_run
-
     rng = random.Random(f"{mode} {seed}")
     victims = rng.sample(range(ranks), ranks - 1)
     # Two of them in one step, so that the second may fall into the adoption; none so late that nobody goes on.
     steps = [rng.randrange(1, STEPS - 2) for _ in victims[1:]]
     steps = [steps[0], *steps]
-    when = {str(v): (k, rng.uniform(0, 2), rng.uniform(0, 2e-3)) for v, k in zip(victims, steps, strict=True)}
-    arguments = ["--rank", mode, str(folder), json.dumps(when)]
-    code, output = distopt_run(ranks, "--elastic", "--over", "torch", __file__, *arguments, timeout=100)
+    kills = {v: (k, rng.uniform(0, 2), rng.uniform(0, 2e-3)) for v, k in zip(victims, steps, strict=True)}
+    killed, wrong, _ = run(mode, seed, folder, ranks, [], {"kills": kills, "moves": {}, "sizes": {}})
+    return killed, wrong
+
+
+def history(mode, seed, folder):
+    """Start a job to which much happens; return what was killed in what, what went wrong, and what has happened."""
+    rng = random.Random(f"history {mode} {seed}")
+    ranks, signals = rng.randrange(3, 6), rng.random() < 0.5
+    # One process lives, so that somebody goes on: the first one where a signal ends the last.
+    lives = 0 if signals else rng.randrange(ranks)
+    members = [member for member in range(ranks + 6) if member != lives]
+    victims = rng.sample(members[: ranks - 1], rng.randrange(2, ranks)) + rng.sample(members[ranks - 1 :], 2)
+    moves = rng.sample(victims, 2)
+    kills = {v: (rng.randrange(1, STEPS - 2), rng.uniform(0, 2), rng.uniform(0, 2e-3)) for v in victims}
+    plan = {
+        "kills": {v: kills[v] for v in victims if v not in moves},
+        "moves": {v: (rng.randrange(1, 3), rng.uniform(0, 0.1)) for v in moves},
+        "sizes": {
+            step: rng.choice(
+                [*SIGNALS, "SIGUSR1", "wait"] if signals else ["wait", rng.randrange(max(lives + 1, 3), 8)]
+            )
+            for step in rng.sample(range(2, STEPS), 4)
+        },
+    }
+    options = ["--restarts", rng.randrange(1, 5), "--spares", rng.randrange(2)]
+    killed, wrong, output = run(mode, seed, folder, ranks, options, plan)
+    came = sum(map(int, re.findall(r"(\d+) ranks? came at", output)))
+    happened = {
+        "kills": len(killed),
+        "kills inside kernels": sum(not where.startswith("no kernel") for where in killed),
+        "kills in adoptions": sum(where.endswith(ADOPTION) for where in killed),
+        "kills as others came": sum(where.endswith(JOIN) for where in killed),
+        "ended by SIGUSR2": output.count("as SIGUSR2 asks"),
+        "joins": came,
+        "resizes": len(list(folder.glob("*.size"))),
+    }
+    told = f"{mode}, seed {seed}: {ranks} processes, {options}, {json.dumps(plan)}"
+    return killed, wrong and f"{told}\n{wrong}", happened
+
+
+def run(mode, seed, folder, ranks, options, plan):
+    """Start a job; return where its processes were killed, what went wrong, and what it has printed."""
+    from launch import distopt_run
+
+    arguments = ["--elastic", "--over", "torch", *options, __file__, "--rank", mode, str(folder), json.dumps(plan)]
+    code, output = distopt_run(ranks, *arguments, timeout=100)
     killed = [path.read_text() for path in folder.glob("*.killed")]
     ends = [json.loads(path.read_text()) for path in folder.glob("*.end")]
     learned, kept = alone(mode)
     found = {rank: digest for _, of in ends for rank, digest in of.items()}
+    if re.search(rf"killed by SIGKILL after step {STEPS}\b", output):  # no step follows in which others adopt its ranks
+        kept = {rank: kept[rank] for rank in found}
     if code or not ends or any(end[0] != learned for end in ends) or found != kept:
-        return killed, f"{mode}, seed {seed}: code {code}, learned {ends}, expected {learned, kept}\n{output}"
-    return killed, ""
+        wrong = f"{mode}, seed {seed}: code {code}, learned {ends}, expected {learned, kept}\n{output}"
+        return killed, wrong, output
+    return killed, "", output
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", nargs=3)
+    parser.add_argument("--histories", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("modes", nargs="*")
@@ -286,16 +403,17 @@ def main():
     if args.rank:
         mode, folder, plan = args.rank
         return train(mode, Path(folder), json.loads(plan))
-    inside, failed = collections.Counter(), 0
+    inside, totals = collections.Counter(), collections.Counter(failures=0)
     for seed in range(args.seed, args.seed + args.jobs):
         for mode in args.modes or [*MODES, *OTHERS]:
             with tempfile.TemporaryDirectory() as folder:
-                killed, wrong = job(mode, seed, Path(folder))
+                killed, wrong, *happened = (history if args.histories else job)(mode, seed, Path(folder))
             inside.update(killed)
-            failed += bool(wrong)
-            print(wrong or f"{mode}, seed {seed}: as one process; killed in {', '.join(killed)}", flush=True)
-    print(f"{sum(inside.values())} killed: {dict(inside.most_common())}; {failed} jobs failed")
-    return failed > 0
+            totals.update({"jobs": 1, "failures": bool(wrong)}, **collections.Counter(*happened))
+            words = "".join(f"{n} {what}, " for of in happened for what, n in of.items())
+            print(wrong or f"{mode}, seed {seed}: as one process; {words}killed in {', '.join(killed)}", flush=True)
+    print(f"{sum(inside.values())} killed: {dict(inside.most_common())}; {dict(totals)}")
+    return totals["failures"] > 0
 
 
 if __name__ == "__main__":

@@ -127,6 +127,13 @@ def test_signals_to_the_launcher_change_the_number_of_processes(tmp_path):
     assert "in the place of" not in output, output
 
 
+@pytest.mark.parametrize("mode", every(3, [*logical_job.MODES, *logical_job.TORCH], first=1))
+def test_a_random_history_of_kills_joins_and_resizes(tmp_path, mode):
+    _, wrong, happened = logical_job.history(mode, 102, tmp_path)
+    assert not wrong, wrong
+    assert happened["resizes"], happened
+
+
 def test_what_a_job_has_kept_in_memory_is_removed_with_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
