@@ -496,10 +496,12 @@ class Engine:
         return reports
 
     def renew_plan(self) -> None:
-        """Make the plan of the ranks that are left, if one was lost since it was made.  Collective then."""
-        if self.store.stale and self.store.propose(self.store.threshold):
-            self.declare(self.spec.label)
-            self.agree(self.progress.name, ~self.progress.calls, part=", the plan of the ranks that are left")
+        """Make the plan of the ranks that there are, if they have changed since it was made.  Collective then."""
+        # A process that has come may have none.
+        due = self.store.stale or (self.store.buckets_if_any is None and self.store.collector.order)
+        if due and self.store.propose(self.store.threshold):
+            self.declare("the plan of the ranks that there are")
+            self.agree(self.progress.name, ~self.progress.calls, part=", the plan of the ranks that there are")
             self.store.point_to_parameters()
 
     def declare(self, label: str) -> bool:

@@ -300,7 +300,8 @@ class Checkpointed(Facade):
         """Return copies of everything that changes between steps: plain numbers, and numpy arrays by parameter name.
 
         The wrapped optimizer's own ``state_dict()`` or ``get_states()`` is in it, parameters are not.  Collective if
-        parameters are shared (``parameter_views``), since each rank has its share of the optimizer's state then.
+        parameters are shared (``parameter_views``), since each rank has its share of the optimizer's state then, and of
+        logical ranks in an elastic job, which may have come to live in another process since the last step.
 
         Raises:
             RuntimeError: an update failed halfway, and no checkpoint has been loaded since.
@@ -315,6 +316,8 @@ class Checkpointed(Facade):
             >>> opt.state_dict()["step_counter"]
             1
         """
+        if self._ranks.ranks.logical and self._ranks.membership:
+            self._ranks.transaction(self._state.settle)
         return self._state.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

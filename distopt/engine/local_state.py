@@ -15,7 +15,7 @@ from distopt.engine.local_ranks import LocalRanks
 from distopt.engine.outer_loop import LocalTraining, OuterLoop
 from distopt.engine.parameters import GradientCollector
 from distopt.engine.resharding import SavedRanks
-from distopt.engine.state import SHARED, check_state, for_joiner, load_state_dict, state_dict
+from distopt.engine.state import SHARED, check_state, for_joiner, load_state_dict, settle, state_dict
 from distopt.engine.training_state import TrainingState, Tree, optimizer_text
 
 ENTRIES = {"step", "inner", "fragments", "values"}
@@ -159,7 +159,7 @@ class LocalState(TrainingState):
 
     def settle(self) -> None:
         for engine in self._engines:
-            engine.resolve_last_step()
+            settle(engine)
 
     def abandon(self) -> None:
         with contextlib.suppress(Exception):

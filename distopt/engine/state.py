@@ -162,6 +162,15 @@ def check_state(engine: Engine, state: dict[str, Any]) -> dict[int, States]:
     return states
 
 
+def settle(engine: Engine) -> None:
+    """Resolve the last step, and have what each logical rank has that lives here now.  Collective."""
+    engine.resolve_last_step()
+    if engine.comm.ranks.logical and engine.comm.membership:
+        # What a try has declared that was interrupted is void.
+        engine.agreement.declare_numbers(engine.nonfinite.lines())
+        engine.renew_plan()
+
+
 def for_joiner(engine: Engine, state: Tree) -> Tree:
     """Return a state of an engine with only ``shared`` of the buckets' states."""
     states = state["states"]
@@ -203,7 +212,7 @@ class EngineState(TrainingState):
         self._engine.progress.check()
 
     def settle(self) -> None:
-        self._engine.resolve_last_step()
+        settle(self._engine)
 
     def abandon(self) -> None:
         self._engine.nonfinite.poll()

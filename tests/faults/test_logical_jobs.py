@@ -127,7 +127,7 @@ def test_signals_to_the_launcher_change_the_number_of_processes(tmp_path):
     assert "in the place of" not in output, output
 
 
-@pytest.mark.parametrize("mode", every(3, [*logical_job.MODES, *logical_job.TORCH], first=1))
+@pytest.mark.parametrize("mode", every(3, [*logical_job.MODES, "local steps", *SYNCHRONIZED], first=1))
 def test_a_random_history_of_kills_joins_and_resizes(tmp_path, mode):
     _, wrong, happened = logical_job.history(mode, 102, tmp_path)
     assert not wrong, wrong
