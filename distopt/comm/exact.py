@@ -62,13 +62,7 @@ def sum_exactly(comm: Communicator, arrays: Sequence[np.ndarray], ranks: int) ->
     flats = [as_flat(x, gpu=device.gpu_of(x)) for x in arrays]
     n = flats[-1].size
     with comm.on_comm_stream():
-        most, total = (
-            device.zeros(m, dtype, like=flats[-1]) for m, dtype in ((-(-n // CHUNK), np.float32), (n, np.float64))
-        )
-        for x in flats:
-            kernels.largest_magnitudes(x, most)
-        for of_rank in comm.all_gather(most):
-            np.maximum(most, of_rank, out=most)
+        most, total = largest_of_ranks(comm, flats), device.zeros(n, np.float64, like=flats[-1])
         bits = max(2, (ranks - 1).bit_length())
         for x in flats:
             kernels.add_on_grid(x, total, most, bits)
@@ -77,6 +71,16 @@ def sum_exactly(comm: Communicator, arrays: Sequence[np.ndarray], ranks: int) ->
         kernels.round_sums(sums, mine)
         for part, s in zip(comm.all_gather(mine, ragged=True), slices(n, comm.size), strict=True):
             device.copy(flats[-1][s], part)
+
+
+def largest_of_ranks(comm: Communicator, flats: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the largest magnitude that each 4,096 elements of such flat arrays have on any rank.  Collective."""
+    most: np.ndarray = device.zeros(-(-flats[-1].size // CHUNK), np.float32, like=flats[-1])
+    for x in flats:
+        kernels.largest_magnitudes(x, most)
+    for of_process in comm.all_gather(most):
+        np.maximum(most, of_process, out=most)
+    return most
 
 
 def as_deterministic(comm: Communicator, deterministic: bool | str) -> Communicator:

@@ -669,8 +669,7 @@ class Reducers:
         """Tell if dense gradients are added up in shared memory, where what is not finite is found in the sums."""
         # Not before all ranks have agreed on a plan, and opened its memory.
         dense = isinstance(compressor, Dense) and self._accumulator.num_batches == 1
-        dense = dense and not (self.overlap or self._comm.exact)
-        return dense and self._step_context.store.buckets.shared
+        return dense and not self.overlap and self._step_context.store.buckets.shared
 
     def settled(self, compressor: Compressor, spec: StepSpec) -> StepSpec:
         """Return what a step is with the ranks that there are: whether gradients are added up inside of nodes first."""

@@ -15,13 +15,14 @@ from distopt import kernels
 from distopt.buckets import Bucket, BucketSet, Reduced, unsharded
 from distopt.comm import Communicator
 from distopt.comm.communicator import BFLOAT16
+from distopt.comm.exact import largest_of_ranks
 from distopt.comm.message import MessageTag
 from distopt.compress import ExchangeContext, Half
 from distopt.kernels.layout import BucketLayout
 
 
 def reduce_shards(bucket: Bucket, comm: Communicator) -> Reduced:
-    """Return the sum over ranks of a bucket's gradients, in rank order, of which this rank forms its shard.
+    """Return the sum over ranks of a bucket's gradients, of which this rank forms its shard.
 
     The others form theirs; a barrier or a vote must come before anybody reads them.
     """
@@ -32,7 +33,7 @@ def reduce_shards(bucket: Bucket, comm: Communicator) -> Reduced:
 
 
 def reduce_everywhere(bucket: Bucket, comm: Communicator) -> Reduced:
-    """Return the sum over ranks of a bucket's gradients, in rank order, of which each rank forms a shard for all.
+    """Return the sum over ranks of a bucket's gradients, of which each rank forms a shard for all.
 
     A barrier or a vote must come before anybody reads it; nobody reads another rank's memory afterwards.
     """
@@ -49,7 +50,7 @@ def sum_shard(
     nonfinite: np.ndarray,
     comm: Communicator,
 ) -> None:
-    """Write this rank's shard of the sum over ranks, added in rank order, which a ledger has as well.
+    """Write this rank's shard of the sum over ranks, as ``comm`` adds, which a ledger has as well.  Collective.
 
     Args:
         members: the arrays of a bucket.
@@ -58,7 +59,13 @@ def sum_shard(
         nonfinite: entries that are not finite, by rank and member, and at last of the sum, ``(size + 1, members)``.
         comm: whose ranks these are.
     """
-    kernels.add_parts(members.shard(comm.rank, comm.size), arrays, sums, nonfinite.reshape(-1))
+    shard, counts = members.shard(comm.rank, comm.size), nonfinite.reshape(-1)
+    if comm.exact and members.dtype == np.float32:
+        # When all have these, nobody reads more than its shard.
+        most = largest_of_ranks(comm.unwrapped, [arrays[rank] for rank in comm.ranks.here])
+        kernels.add_parts_on_grid(shard, arrays, sums, most, counts)
+    else:
+        kernels.add_parts(shard, arrays, sums, counts)
     comm.count_all_reduce(arrays[comm.rank])
 
 
@@ -109,7 +116,7 @@ def nonfinite(buckets: BucketSet, but: Collection[str] = ()) -> str:
     counts = [
         (rank, name, size, int(count))
         for b in buckets
-        if b.bad_parts[-1].any()
+        if b.bad_parts.any()
         for rank, row in enumerate(b.bad_parts)
         for name, size, count in zip(b.spec.names, b.spec.sizes, row, strict=True)
         if count and name not in but

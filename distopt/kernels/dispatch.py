@@ -53,9 +53,9 @@ _ARRAYS = {
     "single_t": np.float32,
     "byte_t": np.uint8,
 }
-# What an array has a number for: each member of a bucket, each element of it, or each eight elements.
-MEMBERS, ELEMENTS, BITS = range(3)
-COUNTS = {"real": ELEMENTS, "half_t": ELEMENTS, "bfloat16_t": ELEMENTS, "byte_t": BITS}
+# What an array has a number for: each member of a bucket, each element of it, each eight elements, or each CHUNK.
+MEMBERS, ELEMENTS, BITS, CHUNKS = range(4)
+COUNTS = {"real": ELEMENTS, "half_t": ELEMENTS, "bfloat16_t": ELEMENTS, "byte_t": BITS, "single_t": CHUNKS}
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
@@ -225,7 +225,7 @@ class TableKernel(Kernel):
         real = members.dtype
         gpu = None if type(values[0]) in (np.ndarray, HostArrays) else self._gpu_of_first(values)
         of_numpy = gpu is None and DATA
-        least_counts = len(members.names), members.extent, -(-members.extent // 8)
+        least_counts = len(members.names), members.extent, -(-members.extent // 8), -(-members.extent // CHUNK)
         arguments: list[Any] = [members.table(gpu)]
         for v, (p, dtype, count) in zip(values, self._expected, strict=True):
             least = least_counts[count]

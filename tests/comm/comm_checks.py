@@ -10,8 +10,9 @@ import pytest
 
 from distopt import kernels
 from distopt.buckets import plan
-from distopt.comm import Communicator, Metered, MpiCommunicator, Ordered
+from distopt.comm import Communicator, Exact, LocalCommunicator, Metered, MpiCommunicator, Ordered
 from distopt.comm.communicator import NUMBERS, UNDER_WAY, slices
+from distopt.comm.exact import sum_exactly
 from distopt.comm.message import UNTAGGED
 from distopt.compress import BucketContext, Dense, ExchangeContext, Int8
 from distopt.exchange import gather, program_of
@@ -283,31 +284,35 @@ def shared(comm):
 
 
 def shares(comm):
-    """Shares of a sum in shared memory: rank order, any sizes, counted as the all-reduce that they are."""
+    """Shares of a sum in shared memory: rank order, or exact, any sizes, counted as the all-reduce that they are."""
     if comm.size == 1 or comm.spans_hosts or type(comm).peers is Communicator.peers:
         return
     sizes = [5, 0, CHUNK, 2 * CHUNK + 7, 64]
     bucket = plan([f"p{k}" for k in range(5)], sizes, [np.float32] * 5, 10**6).buckets[0]
     table = BucketLayout(bucket.names, [(n,) for n in sizes], bucket.offsets, np.float32)
     everyone = [np.random.default_rng(r).standard_normal(bucket.size).astype(np.float32) for r in range(comm.size)]
-    total = everyone[0].copy()
+    total, exact = everyone[0].copy(), [x.copy() for x in everyone]
     for x in everyone[1:]:
         total = total + x
-    metered = Metered(comm)
-    mine = metered.alloc(bucket.size, np.float32)
-    mine[:] = everyone[comm.rank]
-    parts, bad = metered.peers(mine), np.zeros((comm.size + 1, 5), np.int64)
-    comm.barrier()
-    sum_shard(table, parts, [parts[metered.rank]], bad, metered)
-    comm.barrier()
-    found = np.zeros_like(total)
-    data = [table.view(found, row) for row in range(5)]
-    for r, part in enumerate(parts):
-        kernels.unpack(table.point_to(data).shard(r, comm.size), part, 1.0)
-    for row in range(5):
-        np.testing.assert_array_equal(table.view(found, row), table.view(total, row))
-    assert metered.report()["other all_reduce"]["payload"] == mine.nbytes
-    comm.barrier()
+    sum_exactly(LocalCommunicator(), exact, comm.size)
+    for added, expected in ((comm, total), (Exact(comm), exact[-1])):
+        metered = Metered(added)
+        mine = metered.alloc(bucket.size, np.float32)
+        mine[:] = everyone[comm.rank]
+        parts, bad = metered.peers(mine), np.zeros((comm.size + 1, 5), np.int64)
+        comm.barrier()
+        sum_shard(table, parts, [parts[metered.rank]], bad, metered)
+        comm.barrier()
+        found = np.zeros_like(total)
+        data = [table.view(found, row) for row in range(5)]
+        for r, part in enumerate(parts):
+            kernels.unpack(table.point_to(data).shard(r, comm.size), part, 1.0)
+        for row in range(5):
+            np.testing.assert_array_equal(table.view(found, row), table.view(expected, row))
+        metered.all_reduce(mine.copy())
+        in_memory, by_messages = [(e.verb, e.payload, e.sent) for e in metered.ledger.entries]
+        assert in_memory == by_messages
+        comm.barrier()
 
 
 def subgroups(comm):

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_half_in_shared_memory import Apart, Counting
 
 from distopt import DistOpt, Parameter
+from distopt.buckets import plan
 from distopt.comm import Exact, LocalCommunicator, Logical, Metered, Ordered, run_ranks
 from distopt.comm.exact import as_deterministic, sum_exactly
 from distopt.compress import ErrorFeedback, Half, TopK
@@ -121,6 +123,81 @@ def test_a_ledger_has_what_the_sum_sends():
 
     # Of two ranks each sends 4 bytes of a chunk, 8 of half of the elements, and 4 of the other half.
     assert run_ranks(2, main) == [("all_reduce", 4 * n, 4 * 5 + 8 * n // 2 + 4 * n // 2)] * 2
+
+
+SHAPES = [(5000,), (0,), (3,), (CHUNK,), (70, 90), (), (2 * CHUNK + 1,)]
+
+
+def stepped(comm, mixed=False, views=False, spoil=None, **options):
+    """The bits of some steps in buckets whose members, and shares, begin anywhere in chunks; what an error says."""
+    dtypes = [np.float64 if mixed and k % 2 else np.float32 for k in range(len(SHAPES))]
+    params = [Parameter(f"p{k}", np.zeros(s, d)) for k, (s, d) in enumerate(zip(SHAPES, dtypes, strict=True))]
+    opt = DistOpt(SGD(1.0, momentum=0.9), comm, threshold=9000, deterministic="exact", **options)
+    for p, view in zip(params, opt.parameter_views(params) if views else [p.data for p in params], strict=True):
+        p.data = view
+    for step in range(3):
+        grads = [numbers(10 * step + comm.rank, p.data.size, 30).reshape(p.data.shape) for p in params]
+        if spoil and step == 1:
+            spoil(grads)
+        try:
+            opt([(p, g.astype(p.data.dtype)) for p, g in zip(params, grads, strict=True)])
+        except FloatingPointError as error:
+            return str(error)
+    found = b"".join(p.data.tobytes() for p in params)
+    comm.barrier()
+    return found
+
+
+@pytest.mark.parametrize("processes", [2, 3, 5])
+def test_sums_in_shared_memory_have_the_bits_of_messages(processes):
+    def main(comm):
+        apart, together = Counting(Apart(comm)), Counting(comm)
+        by_messages = stepped(apart)
+        assert apart.count == 0
+        assert stepped(together) == by_messages == stepped(comm, overlap=True)
+        assert together.count
+        assert stepped(comm, mixed=True) == stepped(apart, mixed=True)
+        assert stepped(comm, clip_norm=1.0) == stepped(apart, clip_norm=1.0)
+        assert stepped(comm, views=True) == by_messages
+        return by_messages
+
+    assert len(set(run_ranks(processes, main))) == 1
+
+
+def test_sums_in_shared_memory_are_those_of_rational_numbers():
+    sizes, ranks = [300, CHUNK + 5, 2 * CHUNK - 16], 4
+    arrays = [[numbers(rank, n, 20) for n in sizes] for rank in range(ranks)]
+
+    def main(comm):
+        params = [Parameter(f"p{k}", np.zeros(n, np.float32)) for k, n in enumerate(sizes)]
+        DistOpt(SGD(ranks), comm, deterministic="exact")(list(zip(params, arrays[comm.rank], strict=True)))
+        return [-p.data for p in params]
+
+    bucket = plan(["0", "1", "2"], sizes, [np.float32] * 3, 10**6).buckets[0]
+    flats = [np.zeros(bucket.size, np.float32) for _ in arrays]
+    for flat, parts in zip(flats, arrays, strict=True):
+        for offset, x in zip(bucket.offsets, parts, strict=True):
+            flat[offset : offset + x.size] = x
+    total = exact_sum(flats)
+    for found in run_ranks(ranks, main):
+        for offset, x in zip(bucket.offsets, found, strict=True):
+            np.testing.assert_array_equal(x, total[offset : offset + x.size])
+
+
+@pytest.mark.parametrize("wrong", [np.inf, np.nan])
+def test_what_is_not_finite_is_told_as_by_messages(wrong):
+    def main(comm):
+        def spoil(grads):
+            grads[4][-1, -1] = wrong if comm.rank == 1 else 1
+
+        found = stepped(comm, spoil=spoil)
+        assert found == stepped(Apart(comm), spoil=spoil)
+        assert "rank 1: p4 (1 of 6300 entries)" in found
+        spread = stepped(comm, spoil=spoil, nonfinite="propagate")
+        assert spread == stepped(Apart(comm), spoil=spoil, nonfinite="propagate")
+        return found, spread
+
+    assert len(set(run_ranks(3, main))) == 1
 
 
 def test_what_deterministic_may_be():

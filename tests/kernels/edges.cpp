@@ -95,6 +95,10 @@ int main() {
   for (long long share = 0; share < 3; ++share)
     add_parts_float({rows.data(), count, first * share / 3, first * (share + 1) / 3}, 2, parts, 2, totals,
                     wrong.data());
+  const std::vector<single_t> most((offset + CHUNK - 1) / CHUNK, 1);
+  for (long long share = 0; share < 3; ++share)
+    add_parts_on_grid_float({rows.data(), count, first * share / 3, first * (share + 1) / 3}, 2, parts, 2, totals,
+                            most.data(), wrong.data());
   std::vector<double> partial(first), squares(count);
   partial_squares_float(table, flat.data(), partial.data());
   fold_partials_float(table, partial.data(), squares.data(), 1);

@@ -139,8 +139,12 @@ def test_exact_sums_are_those_of_the_host(device, dtype, by):
             kernels.largest_magnitudes(x, most)
         for x in arrays:
             kernels.add_on_grid(x, total, most, 2)
+        bucket = BucketLayout("abcd", [(7,), (0,), (CHUNK + 9,), (CHUNK - 60,)], [0, 16, 16, CHUNK + 32], dtype)
+        shares, bad = [np.zeros_like(arrays[0]) for _ in "ab"], np.zeros(16, np.int64)
+        for share in range(3):
+            kernels.add_parts_on_grid(bucket.shard(share, 3), arrays, shares, most, bad)
         kernels.round_sums(total, arrays[0])
-        return most, total, arrays[0]
+        return most, total, arrays[0], *shares, bad
 
     host = sums()
     with device():

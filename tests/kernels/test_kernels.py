@@ -184,6 +184,41 @@ def test_shares_add_parts_in_rank_order(dtype, sizes, ranks):
     assert not bad.any()
 
 
+@pytest.mark.parametrize("dtype", REALS)
+@given(st.lists(st.sampled_from(SIZES), min_size=1, max_size=8), st.integers(1, 5))
+def test_shares_add_parts_on_the_grids_of_the_flat_array(dtype, sizes, ranks):
+    """Wherever members and shares begin in a chunk of it."""
+    table, _ = members(sizes, dtype)
+    rng = np.random.default_rng(len(sizes))
+    parts = [(rng.standard_normal(table.extent) * 2.0 ** rng.integers(-30, 30)).astype(dtype) for _ in range(ranks)]
+    most, total = np.zeros(-(-table.extent // CHUNK), np.float32), np.zeros(table.extent)
+    for p in parts:
+        kernels.largest_magnitudes(p, most)
+    for p in parts:
+        kernels.add_on_grid(p, total, most, max(2, (ranks - 1).bit_length()))
+    expected, whole, mine = parts[0].copy(), np.zeros(table.extent, dtype), parts[-1].copy()
+    kernels.round_sums(total, expected)
+    bad = np.zeros((ranks + 1) * len(sizes), np.int64)
+    for r in range(ranks):
+        kernels.add_parts_on_grid(table.shard(r, ranks), [*parts[:-1], mine], [whole, mine], most, bad)
+    for row in range(len(sizes)):
+        np.testing.assert_array_equal(table.view(whole, row), table.view(expected, row))
+        np.testing.assert_array_equal(table.view(mine, row), table.view(expected, row))
+    assert not bad.any()
+
+
+def test_where_there_is_no_grid_terms_that_are_not_finite_are_counted_alone():
+    table, _ = members([5, CHUNK + 3])
+    parts = [np.zeros(table.extent, np.float32) for _ in range(3)]
+    parts[1][table.records["offset"][1] + CHUNK] = np.nan  # a chunk that the second member alone has
+    parts[0][3] = parts[1][3] = 3e38
+    most, bad, total = np.array([3e38, np.inf], np.float32), np.zeros((4, 2), np.int64), np.zeros_like(parts[0])
+    kernels.add_parts_on_grid(table, parts, [total], most, bad.reshape(-1))
+    assert bad.tolist() == [[0, 0], [0, 1], [0, 0], [1, 0]]
+    assert total[3] == np.inf
+    assert set(total[CHUNK:].view(np.uint32).tolist()) == {0x7FC00000}
+
+
 def test_add_parts_counts_what_is_not_finite_by_part():
     table, _ = members([5, CHUNK + 3])
     parts = [np.zeros(table.extent, np.float32) for _ in range(3)]
