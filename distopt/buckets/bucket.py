@@ -76,9 +76,10 @@ class Bucket:
         # The index in the plan; the flat gradient, `(size,)` of the bucket's dtype; and how many entries of each
         # member's packed gradient are not finite, int64.
         self.number, self.spec, self.gradient, self.bad = number, spec, gradient, bad
-        # every rank's gradient, if they are shared; this rank's one of these, and each rank's shard
+        # Every rank's gradient, if they are shared; those of the last rank of each process, this process's one of
+        # these, and each process's shard there.
         self.peers: HostArrays | None = None
-        self.own, self.peer_shards = HostArrays(), list[Shard]()
+        self.lasts, self.own, self.peer_shards = HostArrays(), HostArrays(), list[Shard]()
         # flat arrays that outlive a step, by name: a compressor's residual, for example
         self.state: dict[str, np.ndarray] = {}
         kinds = (spec.stored, spec.stored, spec.dtype, spec.dtype)
@@ -193,10 +194,10 @@ class BucketSet(list[Bucket]):
     ):
         # state: makes, or finds, what outlives a step of the bucket of this number.
         starts, members = _starts(plan.buckets), sum(len(b.names) for b in plan.buckets)
-        self._memory = alloc(max(1, starts[-1]), np.uint8)
+        self.memory = alloc(max(1, starts[-1]), np.uint8)
         # per member of all buckets; the last number is of all ranks
-        self.bad = device.zeros(members + 1, np.int64, self._memory)
-        self._last_step = device.StreamEvent() if device.on_gpu(self._memory) else None
+        self.bad = device.zeros(members + 1, np.int64, self.memory)
+        self._last_step = device.StreamEvent() if device.on_gpu(self.memory) else None
         # in plan order
         self._shapes = {name: value.shape for name, value in values.items()}
         self.num_parameters = len(self._shapes)
@@ -204,7 +205,7 @@ class BucketSet(list[Bucket]):
         self.shared = False
         # Of parameters, if they are shared: their views by name, the memory, and the part of it of each one's bucket.
         self.parameters: dict[str, np.ndarray] = {}
-        self._shared_memory = self._memory[:0]
+        self._shared_memory = self.memory[:0]
         self._flat_parameters: dict[str, np.ndarray] = {}
         # by rank; empty if not shared, None before
         self._halves: list[np.ndarray] | None = None
@@ -218,7 +219,7 @@ class BucketSet(list[Bucket]):
         members = np.cumsum([0, *(len(b.names) for b in plan.buckets)]).tolist()
         self[:] = [
             Bucket(k, b, [self._shapes[n] for n in b.names], flat, self.bad[members[k] : members[k + 1]])
-            for k, (b, flat) in enumerate(zip(plan.buckets, self._flats(self._memory), strict=True))
+            for k, (b, flat) in enumerate(zip(plan.buckets, self._flats(self.memory), strict=True))
         ]
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
         place = {name: k for k, name in enumerate(self._shapes)}
@@ -287,7 +288,7 @@ class BucketSet(list[Bucket]):
 
     def wait_for_last_use(self, poll: Callable[[], None]) -> None:
         """Wait until the current stream is done with this memory; ``poll`` is called meanwhile, and may raise."""
-        device.wait_for_last_use(self._memory, poll)
+        device.wait_for_last_use(self.memory, poll)
 
     def _flats(self, memory: np.ndarray) -> list[np.ndarray]:
         """Return the buckets' flat arrays in such a piece of memory."""
@@ -297,21 +298,20 @@ class BucketSet(list[Bucket]):
         """Return the place of a parameter's gradient in its bucket, in the parameter's shape."""
         return self._views[name]
 
-    def connect(self, comm: Allocator) -> None:
-        """Register the gradients, and find out whether those of other ranks can be read here.  Collective, once."""
-        comm.register(self._memory)
-        memories = comm.peers(self._memory) if comm.size > 1 else None
+    def connect(self, comm: Allocator, memories: tuple[list[np.ndarray], list[np.ndarray]] | None) -> None:
+        """Register the gradients; ``memories``: of all ranks, and of the last one of each process, if shared.  Once."""
+        comm.register(self.memory)
         for k, bucket in enumerate(self):
             if memories is not None:
-                bucket.peers = HostArrays(self._flats(m)[k] for m in memories)
-                bucket.own, bucket.peer_shards = HostArrays([bucket.peers[comm.rank]]), sharded(bucket.peers)
-            bucket.bad_parts = np.zeros((len(memories or ()) + 1, len(bucket.spec.names)), np.int64)
+                bucket.peers, bucket.lasts = (HostArrays(self._flats(m)[k] for m in of) for of in memories)
+                bucket.own, bucket.peer_shards = HostArrays([bucket.lasts[comm.rank]]), sharded(bucket.lasts)
+                bucket.bad_parts = np.zeros((len(bucket.peers) + 1, len(bucket.spec.names)), np.int64)
         self.shared = memories is not None
 
     def share_halves(self, comm: Allocator) -> bool:
         """Make room for the 16-bit numbers that all ranks read; False if memory is not shared.  Collective, once."""
         if self._halves is None:
-            memories = comm.peers(comm.alloc(self._memory.size, np.uint8))
+            memories = comm.peers(comm.alloc(self.memory.size, np.uint8))
             self._halves = memories or []
         return bool(self._halves)
 
@@ -324,9 +324,7 @@ class BucketSet(list[Bucket]):
     def share_parameters(self, comm: Allocator) -> bool:
         """Place all parameters in the first rank's memory; False if memory is not shared.  Collective."""
         # Ranks that share them already keep them where they are; others share them too from then on.
-        memory = comm.first_of_peers(
-            self._shared_memory if self.parameters else comm.alloc(self._memory.size, np.uint8)
-        )
+        memory = comm.first_of_peers(self._shared_memory if self.parameters else comm.alloc(self.memory.size, np.uint8))
         if self.parameters:
             return True
         if memory is None:
@@ -359,8 +357,8 @@ class BucketSet(list[Bucket]):
 
     def in_other_views(self, addresses: np.ndarray, home: Any) -> np.ndarray:
         """Tell which addresses lie in these buckets, but in another gradient's view than ``home``; (n,), bool."""
-        start = device.address(self._memory)
-        inside = (addresses >= start) & (addresses < start + self._memory.nbytes)
+        start = device.address(self.memory)
+        inside = (addresses >= start) & (addresses < start + self.memory.nbytes)
         foreign: np.ndarray = inside & (addresses != home)
         return foreign
 
@@ -396,7 +394,7 @@ class BucketSet(list[Bucket]):
         for bucket, places in zip(self, self.places, strict=True):
             home[places] = bucket.own_addresses
         overlapping = self.in_other_views(addresses, home).nonzero()[0].tolist()
-        sent_until = device.address(self._memory) + self._starts[sent]
+        sent_until = device.address(self.memory) + self._starts[sent]
         for k in overlapping:
             if addresses[k] < sent_until:
                 raise ValueError(

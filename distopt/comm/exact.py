@@ -17,7 +17,8 @@ class Exact(Wrapper):
 
     So the sum is the same in any order, and ranks that live in one process are added up before they are sent.  The grid
     of each 4,096 elements is 2^-49 of the largest magnitude that any of them has on any rank, or finer, for up to 16
-    ranks.  Eight bytes of each element are sent, and four come back.  Other dtypes are added in rank order.
+    ranks.  Eight bytes of each element are sent, and four come back; a step adds up in shared memory where there is
+    such.  Other dtypes are added in rank order.
 
     Args:
         comm: the communicator that carries the data.

@@ -142,6 +142,23 @@ def exchange_of_ranks(
     return [list(of_rank) for of_rank in zip(*by_sender, strict=True)]
 
 
+def peers_of_ranks(
+    comm: Communicator, arrays: Sequence[np.ndarray]
+) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
+    """Return the arrays of all ranks, and the last one of each process; None unless all can open them.  Collective.
+
+    ``arrays``: as ``Communicator.peers`` takes each of them.
+    """
+    counts = list(map(len, comm.ranks.by_process)) or [1] * comm.size
+    # A process with fewer ranks has its last array opened again.
+    found = [comm.peers(x) for x in (*arrays, *[arrays[-1]] * (max(counts) - len(arrays)))]
+    opened = [of_processes for of_processes in found if of_processes is not None]
+    if len(opened) < len(found):
+        return None
+    of_ranks = [of_process[:n] for of_process, n in zip(zip(*opened, strict=True), counts, strict=True)]
+    return comm.ranks.in_order(of_ranks), opened[-1]
+
+
 def _parts(message: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     starts = message_starts(lengths)
     return [message[start : start + n] for start, n in zip(starts, lengths, strict=False)]

@@ -13,6 +13,7 @@ from distopt.buckets import Bucket, BucketSet, Plan, States, plan
 from distopt.buckets.shared_state import SharedState, StateFolder
 from distopt.comm import Communicator
 from distopt.comm.control import agreed
+from distopt.comm.logical import peers_of_ranks
 from distopt.comm.message import MessageTag
 from distopt.comm.threads import ThreadCommunicator
 from distopt.compress import Compressor
@@ -126,6 +127,11 @@ class BucketStore:
         """Whether other ranks have made the plan than there are now."""
         return self._memory.buckets is not None and self._memory.epoch != self._comm.epoch
 
+    @property
+    def _may_move(self) -> bool:
+        """Whether ranks may go on in other processes, which then share no memory."""
+        return bool(self._comm.ranks.by_process and self._comm.membership)
+
     def lines(self) -> list[str]:
         """The parameters in their order, and the threshold, for ranks to compare."""
         order = self.collector.order.items()
@@ -157,8 +163,7 @@ class BucketStore:
         values = self.values
         sizes, dtypes = [v.size for v in values.values()], [v.dtype for v in values.values()]
         made, ranks = plan(list(values), sizes, dtypes, threshold), self._comm.ranks
-        # Memory that processes share is of one rank in each.
-        alloc = device.zeros if ranks.by_process else self._comm.alloc
+        alloc = device.zeros if self._may_move else self._comm.alloc
         lasting = previous is not None and repr(previous.plan) == repr(made) and bool(ranks.by_process)
         known_ranks = self.of_ranks if lasting else {}
         new = {
@@ -220,8 +225,9 @@ class BucketStore:
     def commit(self) -> None:
         """Make what a step with the ``proposed`` plan needs, which all ranks have, and free the old.  Collective."""
         buckets, error = self.buckets, None
-        if not self._comm.ranks.by_process:
-            buckets.connect(self._comm)
+        if not self._may_move:
+            memories = [of_rank.memory for of_rank in self.of_ranks.values()]
+            buckets.connect(self._comm, peers_of_ranks(self._comm, memories) if self._comm.ranks.size > 1 else None)
         if self._overlaps:
             # Made here, where all ranks come by.
             _ = self._comm.duplicate()

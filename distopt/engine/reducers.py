@@ -369,7 +369,7 @@ class NodeReducer(Unreduced):
 
 
 class SharedMemoryReducer(Reducer):
-    """Add dense gradients up in memory that all ranks share; each rank forms its shard of the sum."""
+    """Add dense gradients up in memory that all ranks share; each process forms its shard of the sum."""
 
     # What is not finite is found in the shards, and a vote says so, so that gradients need not be checked before.
 
@@ -399,7 +399,7 @@ class SharedMemoryReducer(Reducer):
         """Vote; when this returns all ranks have added up their shards.  Collective."""
         store = self._step_context.store
         reports = self._vote(nonfinite(store.buckets, self._unchanged) if self._check_finite else "")
-        return describe(reports, store.collector.order) if reports else ""
+        return describe(reports, store.collector.order, self._comm.ranks.size) if reports else ""
 
 
 class SharedHalfReducer(Unreduced):
@@ -857,11 +857,11 @@ class Reducers:
         if alone and self._comm.unwrapped is self._comm:
             return Unreduced(store, compressor)
         unchanged = frozenset[str]() if spec.only is None else store.collector.order.keys() - set(spec.only)
-        if ranks.by_process:
+        if self.in_shared_memory(compressor):
+            reducer = SharedMemoryReducer(self._comm, step, check_finite, vote, self._everywhere, unchanged)
+        elif ranks.by_process:
             phases = self.two_phases(compressor, spec)
             reducer = TogetherReducer(phases, compressor, spec, self._comm, step, self._owned, self.bounds)
-        elif self.in_shared_memory(compressor):
-            reducer = SharedMemoryReducer(self._comm, step, check_finite, vote, self._everywhere, unchanged)
         elif plan := self.by_nodes(compressor, spec):
             nodes = nodes_of(self._comm)
             if compressor.traits.stateful:

@@ -1,4 +1,4 @@
-"""All-reduce in shared memory: every rank sums up its shard of a bucket, and the sum stays where it was formed.
+"""All-reduce in shared memory: every process sums up its shard of a bucket, and the sum stays where it was formed.
 
 So nothing is copied, and the optimizer's kernel reads each shard from the rank that owns it.  Before it, every rank
 must have packed its gradients; after it, every rank must have added before one reads; and all must have read before one
@@ -22,7 +22,7 @@ from distopt.kernels.layout import BucketLayout
 
 
 def reduce_shards(bucket: Bucket, comm: Communicator) -> Reduced:
-    """Return the sum over ranks of a bucket's gradients, of which this rank forms its shard.
+    """Return the sum over ranks of a bucket's gradients, of which this process forms its shard.
 
     The others form theirs; a barrier or a vote must come before anybody reads them.
     """
@@ -33,13 +33,13 @@ def reduce_shards(bucket: Bucket, comm: Communicator) -> Reduced:
 
 
 def reduce_everywhere(bucket: Bucket, comm: Communicator) -> Reduced:
-    """Return the sum over ranks of a bucket's gradients, of which each rank forms a shard for all.
+    """Return the sum over ranks of a bucket's gradients, of which each process forms a shard for all.
 
-    A barrier or a vote must come before anybody reads it; nobody reads another rank's memory afterwards.
+    A barrier or a vote must come before anybody reads it; nobody reads another process's memory afterwards.
     """
     assert bucket.peers is not None
     bucket.bad_parts[:] = 0
-    sum_shard(bucket.gradients, bucket.peers, bucket.peers, bucket.bad_parts, comm)
+    sum_shard(bucket.gradients, bucket.peers, bucket.lasts, bucket.bad_parts, comm)
     return unsharded(bucket.gradient)
 
 
@@ -50,23 +50,26 @@ def sum_shard(
     nonfinite: np.ndarray,
     comm: Communicator,
 ) -> None:
-    """Write this rank's shard of the sum over ranks, as ``comm`` adds, which a ledger has as well.  Collective.
+    """Write this process's shard of the sum over ranks, as ``comm`` adds.  Collective.
+
+    A ledger has it as an all-reduce for each rank that lives here.
 
     Args:
         members: the arrays of a bucket.
         arrays: every rank's flat array of it, ``(members.extent,)``, in rank order.
         sums: the arrays that it is written to, which may be some of these.
-        nonfinite: entries that are not finite, by rank and member, and at last of the sum, ``(size + 1, members)``.
+        nonfinite: entries that are not finite, by rank and member, and at last of the sum, ``(ranks + 1, members)``.
         comm: whose ranks these are.
     """
     shard, counts = members.shard(comm.rank, comm.size), nonfinite.reshape(-1)
+    own = [arrays[rank] for rank in comm.ranks.here]
     if comm.exact and members.dtype == np.float32:
         # When all have these, nobody reads more than its shard.
-        most = largest_of_ranks(comm.unwrapped, [arrays[rank] for rank in comm.ranks.here])
-        kernels.add_parts_on_grid(shard, arrays, sums, most, counts)
+        kernels.add_parts_on_grid(shard, arrays, sums, largest_of_ranks(comm.unwrapped, own), counts)
     else:
         kernels.add_parts(shard, arrays, sums, counts)
-    comm.count_all_reduce(arrays[comm.rank])
+    for x in own:
+        comm.count_all_reduce(x)
 
 
 def reduce_half_shards(
@@ -124,7 +127,7 @@ def nonfinite(buckets: BucketSet, but: Collection[str] = ()) -> str:
     return json.dumps(counts) if counts else ""
 
 
-def describe(reports: Sequence[str], order: Iterable[str]) -> str:
+def describe(reports: Sequence[str], order: Iterable[str], ranks: int) -> str:
     """Describe what is not finite in all shards together, by rank and in the parameters' order.
 
     What is not finite only in the sum is said of the sum.
@@ -135,7 +138,7 @@ def describe(reports: Sequence[str], order: Iterable[str]) -> str:
             counts[rank, name, size] = counts.get((rank, name, size), 0) + count
     if not counts:
         return ""
-    ranks, place = len(reports), {name: k for k, name in enumerate(order)}
+    place = {name: k for k, name in enumerate(order)}
     blamed = {name for rank, name, _ in counts if rank < ranks}
     lines: dict[int, list[str]] = {}
     for (rank, name, size), count in sorted(counts.items(), key=lambda item: (item[0][0], place[item[0][1]])):

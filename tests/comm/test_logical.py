@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_half_in_shared_memory import Apart
 
 from distopt.comm import LocalCommunicator, Metered, in_rank_order, run_ranks, world
-from distopt.comm.logical import Logical, exchange_of_ranks, gather_of_ranks, numbers_of_ranks, sum_of_ranks
+from distopt.comm.logical import (
+    Logical,
+    exchange_of_ranks,
+    gather_of_ranks,
+    numbers_of_ranks,
+    peers_of_ranks,
+    sum_of_ranks,
+)
 from distopt.comm.ranks import Ranks, placed
 
 
@@ -68,6 +76,19 @@ def test_sums_are_in_the_order_of_ranks_wherever_they_live(by_process, n, dtype)
         total = total + of(rank, n, dtype)
     for found in on(by_process, main):
         assert found.tobytes() == total.astype(dtype).tobytes()
+
+
+@pytest.mark.parametrize("by_process", PLACES)
+def test_arrays_of_all_ranks_are_opened_in_their_order(by_process):
+    def main(comm):
+        arrays = [np.array([rank]) for rank in comm.ranks.here]
+        assert peers_of_ranks(Apart(comm), arrays) is None
+        of_ranks, lasts = peers_of_ranks(comm, arrays)
+        assert [x.item() for x in of_ranks] == list(range(comm.ranks.size))
+        assert all(of_ranks[rank] is x for rank, x in zip(comm.ranks.here, arrays, strict=True))
+        assert [x.item() for x in lasts] == [there[-1] for there in by_process]
+
+    on(by_process, main)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["lengths are sent", "known"])

@@ -1,13 +1,16 @@
 """Trainings of logical ranks: what is learned depends on how many there are, and not on the number of processes."""
 
 import hashlib
+import math
 import random
 import threading
 
 import numpy as np
 import pytest
+from test_half_in_shared_memory import Apart, Counting
 
 from distopt import DistOpt, LossScaler, Parameter, Trainer, run_ranks, simulate
+from distopt.buckets import plan
 from distopt.comm import Elastic, LocalCommunicator, Logical, Metered
 from distopt.compress import (
     DeepGradientCompression,
@@ -127,6 +130,57 @@ def test_dense_steps_are_those_of_the_mean_over_ranks():
 def take_signs(pairs):
     for _, grad in pairs:
         np.sign(grad, out=grad)
+
+
+@pytest.mark.parametrize("deterministic", [True, "exact"])
+@pytest.mark.parametrize(("logical", "processes"), [(4, 2), (5, 2), (5, 3), (3, 3), (3, 1)])
+def test_sums_in_shared_memory_have_the_bits_of_messages(logical, processes, deterministic):
+    """Of dense gradients, uneven numbers of ranks, empty tensors, and an optimizer that takes whole means."""
+    options = {"logical": logical, "deterministic": deterministic}
+
+    def main(comm):
+        apart, shared, elastic = Counting(Apart(comm)), Counting(comm), Counting(Elastic(comm))
+        by_messages = trained(apart, "dense", **options)
+        assert apart.count == 0
+        assert trained(shared, "dense", **options) == by_messages
+        assert shared.count == 5 * buckets() * len(Logical(comm, logical).ranks.here)
+        clipped = trained(shared, "dense", clip_norm=0.5, **options)
+        assert clipped == trained(apart, "dense", clip_norm=0.5, **options)
+        assert trained(elastic, "dense", **options) == by_messages
+        assert elastic.count == 0
+        return by_messages
+
+    on(processes, main)
+
+
+def buckets():
+    """How many buckets the model has."""
+    return len(plan([str(k) for k in range(5)], [math.prod(s) for s in SHAPES], [np.float32] * 5, 900).buckets)
+
+
+@pytest.mark.parametrize("deterministic", [True, "exact"])
+def test_what_is_not_finite_is_told_as_by_messages(deterministic):
+    def main(comm):
+        def told(comm, nonfinite):
+            params, opt = made(comm, "dense", 5, deterministic=deterministic, nonfinite=nonfinite, optimizer=SGD(0.1))
+            opt(losses(params, 0))
+
+            def loss(rank):
+                pairs = losses(params, 1)(rank)
+                pairs[3][1][5, 5:] = np.inf if rank == 1 else 1
+                return pairs
+
+            try:
+                opt(loss)
+            except FloatingPointError as error:
+                return str(error)
+            return digest(params, opt)
+
+        found = [told(comm, policy) for policy in ("raise", "propagate")]
+        assert found == [told(Apart(comm), policy) for policy in ("raise", "propagate")]
+        assert "rank 1: p3 (4 of 576 entries)" in found[0]
+
+    run_ranks(2, main)
 
 
 OPTIONS = {
