@@ -1,5 +1,6 @@
 """Buckets and parameters in memory that all ranks of a machine share."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -8,10 +9,11 @@ import time
 
 import numpy as np
 import pytest
+from test_half_in_shared_memory import Apart, Counting
 
 import laws
 from distopt import DistOpt, Parameter, run_ranks
-from distopt.comm import Metered, shared_memory
+from distopt.comm import Logical, Metered, shared_memory
 from distopt.optim import SGD, Adam
 from launch import TESTS, finish, needs_mpi, run_mpi
 
@@ -88,10 +90,26 @@ def handles_of_others(comm):
     assert comm.peers(x) is None
 
 
+def several_ranks_in_a_process(comm):
+    """Their sums have the bits of messages, whatever number of ranks lives in each process."""
+    for deterministic, ranks in itertools.product((True, "exact"), (comm.size, 2 * comm.size, 5)):
+        found, counted = [], Counting(comm)
+        for processes in (counted, Apart(comm)):
+            params = laws.parameters()
+            opt = DistOpt(SGD(0.1), Logical(processes, ranks), threshold=60, deterministic=deterministic)
+            for step in range(3):
+                opt(lambda rank, step=step, params=params: zip(params, laws.gradients(params, step, rank), strict=True))
+            found.append(laws.digest(params))
+        assert found[0] == found[1]
+        assert counted.count == 3 * len(opt.plan.buckets) * len(opt.communicator.ranks.here)
+    assert "one host, memory shared" in repr(comm)
+
+
+CASES = [fast_and_slow, no_elements, no_shared_memory_on_one_rank, handles_of_others, several_ranks_in_a_process]
+
+
 @needs_mpi
-@pytest.mark.parametrize(
-    "case", [fast_and_slow, no_elements, no_shared_memory_on_one_rank, handles_of_others], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)
 def test_shared_memory_cases_hold_on_mpi(case, tmp_path):
     for size in (2, 3):
         run_mpi(size, case, tmp_path)
