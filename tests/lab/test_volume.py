@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_half_in_shared_memory import Apart
 
 import distopt
 import laws
@@ -133,10 +134,10 @@ def test_a_forecast_is_the_ledger_of_ranks(name):
 
 
 def of_processes(processes, logical, shapes, pairs, compressor, *how):
-    """The ledgers of processes that make one step of logical ranks."""
+    """The ledgers of processes, without memory that they share, that make one step of logical ranks."""
 
     def main(comm):
-        metered, params = Metered(Logical(comm, logical)), laws.parameters(shapes)
+        metered, params = Metered(Logical(Apart(comm), logical)), laws.parameters(shapes)
         opt = DistOpt(SGD(0.05), metered, threshold=200)
         opt.step(lambda rank: pairs(rank, params), compressor, *how)
         return metered.ledger
