@@ -21,15 +21,16 @@ class StateFolder:
     Args:
         path: the folder, of this user alone.
         transaction: returns the number of the present transaction (``comm.Elastic``), the same on all processes.
+        number: of the training, among those of the job, on all processes alike.
     """
 
-    def __init__(self, path: Path, transaction: Callable[[], int]):
-        self.path, self.transaction = path, transaction
+    def __init__(self, path: Path, transaction: Callable[[], int], number: int):
+        self.path, self.transaction, self.number = path, transaction, number
         # Whether a state has found no room, and is lost with its process.
         self.full = False
 
     @classmethod
-    def made(cls, path: Path, transaction: Callable[[], int]) -> "StateFolder | None":
+    def made(cls, path: Path, transaction: Callable[[], int], number: int) -> "StateFolder | None":
         """Make the folder, unless another process has; None if it cannot be this user's alone."""
         try:
             path.mkdir(mode=0o700, exist_ok=True)
@@ -37,7 +38,7 @@ class StateFolder:
         except OSError:
             return None
         own = (about.st_uid, about.st_mode & 0o777) == (os.geteuid(), 0o700)
-        return cls(path, transaction) if own and path.is_dir() and not path.is_symlink() else None
+        return cls(path, transaction, number) if own and path.is_dir() and not path.is_symlink() else None
 
     def create(self, name: str, x: np.ndarray, kept: int) -> "Slots | None":
         """Create the file of a state with this content; None, with one warning, if memory has no room for it."""
@@ -114,6 +115,7 @@ class SharedState(dict[str, np.ndarray]):
 
     def __init__(self, folder: StateFolder, owner: str):
         super().__init__()
+        owner = f"{folder.number}.{owner}"
         self._folder, self._owner, self._slots = folder, owner, dict(folder.found(owner))
         self._kept = 0  # the last transaction that was to change them
         for name, slots in self._slots.items():

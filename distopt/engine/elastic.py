@@ -1,6 +1,7 @@
 """Elastic jobs: a step is made again, by the ranks that are left, when one is lost."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from distopt.resilience import job
 # Updates between two norms of what would be lost: each costs a pass over it.
 TELL = 100
 T = TypeVar("T")
+# Of the job that keep what outlives a step, which all processes make in the same order.
+_trainings = itertools.count()
 
 
 class ElasticSteps:
@@ -34,7 +37,7 @@ class ElasticSteps:
         parts = engine.comm, engine.store, engine.optimizer, engine.progress
         self.buddies = Buddies(*parts, undo) if buddy else None
         if engine.comm.ranks.logical and engine.comm.gpu is None and (memory := job.memory()):
-            engine.store.state_folder = StateFolder.made(memory, lambda: self.membership.ended + 1)
+            engine.store.state_folder = StateFolder.made(memory, lambda: self.membership.ended + 1, next(_trainings))
         self._tell()
 
     def step(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:

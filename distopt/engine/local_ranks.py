@@ -38,6 +38,8 @@ class LocalRanks:
         # Of each rank that lives here, what it has, by its bytes, and the calls that it has made.
         self._kept: dict[int, dict[str, np.ndarray]] = {}
         self._made: dict[int, int] = {}
+        # Of the ranks, in which these are those that live here.
+        self._epoch = self._comm.epoch
         self._undo = Undo()
         outer.enter, outer.engine.losses.calls = self.enter, lambda: self._call - 1
 
@@ -45,7 +47,8 @@ class LocalRanks:
         """Give each rank here what the model has, but for those of a checkpoint."""
         for rank in self._comm.ranks.here:
             if self._claimed(rank) == 0:
-                self._keep(rank, self._save())
+                self._keep(rank)
+            self._present = rank
 
     def turns(self) -> Iterator[int]:
         """Yield each rank that lives here, in the model; then those that were adopted meanwhile.  Collective then."""
@@ -56,8 +59,7 @@ class LocalRanks:
                 if self._made[rank] < self._call:
                     yield rank
                     self._made[rank] = self._call
-                    if self._comm.membership or len(self._made) > 1:
-                        self._keep(rank, self._save())
+                    self._keep(rank)
             # What a lost rank has left is found as it was before this transaction until that ends.
             more = bool(self._comm.membership) and self._comm.transaction(self._adopted)
 
@@ -86,7 +88,7 @@ class LocalRanks:
         for rank in self._comm.ranks.here:
             self.enter(rank)
             found[str(rank)] = self._save()
-            self._keep(rank, found[str(rank)])
+            self._keep(rank)
         return found
 
     def load_trees(self, trees: Mapping[int, Tree], calls: int, step: int) -> None:
@@ -102,8 +104,12 @@ class LocalRanks:
 
     def _claimed(self, rank: int) -> int:
         """Return the calls that a rank has made which lives here, maybe in another process until now."""
+        here = self._comm.ranks.here
+        if self._epoch != self._comm.epoch:
+            # One that has left may come back, after calls in another process.
+            self._made = {rank: made for rank, made in self._made.items() if rank in here}
+            self._epoch, self._present = self._comm.epoch, self._present if self._present in here else -1
         if rank not in self._made:
-            self._made = {rank: made for rank, made in self._made.items() if rank in self._comm.ranks.here}
             folder = self._outer.engine.store.state_folder
             self._kept[rank] = SharedState(folder, f"local-{rank}") if folder else {}
             tree = self._tree(rank)
@@ -114,9 +120,11 @@ class LocalRanks:
         """Return what a rank here had when it was kept last; None if that is lost."""
         return next(map(from_bytes, self._kept[rank].values()), None)
 
-    def _keep(self, rank: int, own: Tree) -> None:
-        """Remember what a rank has."""
-        flat = to_bytes({"own": own, "made": self._made[rank], "taken": self._outer.taken})
+    def _keep(self, rank: int, own: Tree | None = None) -> None:
+        """Remember what a rank has, by default what the model has, where another one may have its turn."""
+        if not self._comm.membership and len(self._comm.ranks.here) == 1:
+            return
+        flat = to_bytes({"own": own or self._save(), "made": self._made[rank], "taken": self._outer.taken})
         kept = self._kept[rank]
         self._undo.forget()
         if isinstance(kept, SharedState):

@@ -17,9 +17,9 @@ class Job:
     def __init__(self, path):
         self.path, self.transaction = path / "memory", 1
 
-    def attached(self, owner="3-0-0"):
+    def attached(self, owner="3-0-0", number=0):
         """What a process finds that takes over, or begins."""
-        return SharedState(StateFolder.made(self.path, lambda: self.transaction), owner)
+        return SharedState(StateFolder.made(self.path, lambda: self.transaction, number), owner)
 
 
 @pytest.fixture
@@ -32,6 +32,12 @@ def contents(state):
 
 
 X = np.array([1, 2, 3], np.float32)
+
+
+def test_two_trainings_of_a_job_have_files_of_their_own(job):
+    for number in range(12):
+        job.attached(number=number)["residual"] = X + number
+    assert [contents(job.attached(number=k))["residual"] for k in range(12)] == [(X + k).tolist() for k in range(12)]
 
 
 def test_another_process_finds_what_there_is(job):
@@ -140,7 +146,7 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path, kind):
         path.symlink_to(tmp_path / "elsewhere")
     else:
         path.touch()
-    assert StateFolder.made(path, lambda: 1) is None
+    assert StateFolder.made(path, lambda: 1, 0) is None
 
 
 def test_without_room_states_are_private_and_that_is_said_once(job, monkeypatch, caplog):

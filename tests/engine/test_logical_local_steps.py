@@ -238,3 +238,18 @@ def test_trees_are_as_many_bytes_whatever_their_numbers():
     found = from_bytes(flats[1])
     assert found["step"] == 12345678
     assert [(x.tolist(), x.dtype.name) for x in found["p"]] == [([12345678, -12345678], "float32"), (12345678, "int64")]
+
+
+@pytest.mark.parametrize("away", [0, 1])
+def test_a_rank_that_comes_back_is_not_what_it_was_when_it_left(away):
+    comm = Logical(LocalCommunicator(), 2)
+    params, opt = made(comm)
+    opt(losses(params, 0))
+    ranks, both = opt._training.ranks, comm._ranks
+    comm._ranks, comm.comm.epoch = both._replace(here=(1 - away,)), 1
+    assert list(ranks.turns()) == [1 - away]
+    comm._ranks, comm.comm.epoch = both, 2
+    assert list(ranks.turns()) == [away]
+    ranks.enter(away)
+    # What it had lay in another process, and is not to be found.
+    assert b"".join(p.data.tobytes() for p in params) == learned(opt)
