@@ -133,7 +133,7 @@ class LocalSteps(Checkpointed):
         self._model = torch_model(opt, params)
         inner_state = EngineInnerState(self._training)
         if comm.ranks.logical:
-            inner_state = RanksInnerState(self._training, self._model.buffer_bytes() if self._model else ())
+            inner_state = RanksInnerState(self._training, self._model.buffer_bytes if self._model else tuple)
         lines = [*options.lines(own), f"outer={loop.engine.optimizer!r}"]
         super().__init__(inner, asked, LocalState(loop, inner_state, lines))
         if self._model is not None:

@@ -76,8 +76,8 @@ class Bucket:
         # The index in the plan; the flat gradient, `(size,)` of the bucket's dtype; and how many entries of each
         # member's packed gradient are not finite, int64.
         self.number, self.spec, self.gradient, self.bad = number, spec, gradient, bad
-        # Every rank's gradient, if they are shared; those of the last rank of each process, this process's one of
-        # these, and each process's shard there.
+        # Where gradients are shared.  peers: every rank's.  lasts: those of the last rank of each process, where sums
+        # are written; own: this process's one of these; peer_shards: the shard that each process has summed up.
         self.peers: HostArrays | None = None
         self.lasts, self.own, self.peer_shards = HostArrays(), HostArrays(), list[Shard]()
         # flat arrays that outlive a step, by name: a compressor's residual, for example

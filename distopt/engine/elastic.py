@@ -20,7 +20,7 @@ from distopt.resilience import job
 # Updates between two norms of what would be lost: each costs a pass over it.
 TELL = 100
 T = TypeVar("T")
-# Of the job that keep what outlives a step, which all processes make in the same order.
+# Numbers of the trainings of this job, for the names of their files; processes make them in the same order.
 _trainings = itertools.count()
 
 

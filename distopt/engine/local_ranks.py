@@ -11,6 +11,7 @@ from distopt.buckets.shared_state import SharedState
 from distopt.comm.message import ALIGNED, message_starts
 from distopt.engine.joining import described, empty_arrays, rebuilt
 from distopt.engine.outer_loop import OuterLoop
+from distopt.engine.rank_losses import present_call
 from distopt.engine.training_state import Tree
 from distopt.engine.undo import Undo
 
@@ -27,14 +28,13 @@ class LocalRanks:
     # A rank's tree has, beside its `own`, how many calls it has `made`, and after which step it has `taken` the global
     # parameters' new values.  So a process that adopts a rank knows what it has not done yet, and does that.
 
-    def __init__(
-        self, outer: OuterLoop, calls: Callable[[], int], save: Callable[[], Tree], load: Callable[[Tree], object]
-    ):
-        # calls: returns the calls so far, in which each rank makes a step; save: returns copies of what the rank in the
-        # model has; load: writes such copies.
-        self._outer, self._comm, self._calls, self._save, self._load = outer, outer.comm, calls, save, load
-        # The present call, from 1, and the rank in the model.
-        self._call, self._present = 1, -1
+    def __init__(self, outer: OuterLoop, save: Callable[[], Tree], load: Callable[[Tree | None, int], object]):
+        # save: returns copies of what the rank in the model has; load: writes such copies, of a rank that has made so
+        # many calls; None for one whose own are lost, which goes on from the global parameters.
+        self._outer, self._comm, self._save, self._load = outer, outer.comm, save, load
+        # The present call, from 1, in which each rank makes a step; and the rank in the model, and whether it has made
+        # steps since it was kept.
+        self._call, self._present, self._stepped = 1, -1, False
         # Of each rank that lives here, what it has, by its bytes, and the calls that it has made.
         self._kept: dict[int, dict[str, np.ndarray]] = {}
         self._made: dict[int, int] = {}
@@ -47,21 +47,25 @@ class LocalRanks:
         """Give each rank here what the model has, but for those of a checkpoint."""
         for rank in self._comm.ranks.here:
             if self._claimed(rank) == 0:
-                self._keep(rank)
-            self._present = rank
+                self._present = rank
+                self._keep()
 
     def turns(self) -> Iterator[int]:
         """Yield each rank that lives here, in the model; then those that were adopted meanwhile.  Collective then."""
-        self._call, more = self._calls() + 1, True
+        self._call, more = min(map(self._claimed, self._comm.ranks.here)) + 1, True
         while more:
             for rank in self._comm.ranks.here:
                 self.enter(rank)
                 if self._made[rank] < self._call:
                     yield rank
-                    self._made[rank] = self._call
-                    self._keep(rank)
+                    self.step_made()
+            self._keep()
             # What a lost rank has left is found as it was before this transaction until that ends.
             more = bool(self._comm.membership) and self._comm.transaction(self._adopted)
+
+    def step_made(self) -> None:
+        """Count the step of the present call of the rank in the model."""
+        self._made[self._present], self._stepped = self._call, True
 
     def _adopted(self) -> bool:
         """Tell if some rank, of any process, is still to make the present call.  Collective."""
@@ -72,34 +76,45 @@ class LocalRanks:
         """Bring a rank into the model, with the new global values that it has not taken yet."""
         self._claimed(rank)
         if rank != self._present:
-            self._present = -1
-            if tree := self._tree(rank):
-                self._load(tree["own"])
+            self._keep()
+            self._present, tree = -1, self._tree(rank)
+            if tree:
+                self._load(tree["own"], tree["made"])
                 self._outer.taken = tree["taken"]
             else:
                 LOG.warning("distopt: logical rank %d goes on from the global parameters: its own are lost", rank)
+                self._load(None, self._made[rank])
                 self._outer.go_on_from_values()
             self._present = rank
         self._outer.catch_up()
 
     def trees(self) -> dict[str, Tree]:
         """Return what each rank here has, by its number, with the new global values."""
+        if present_call.get(None) is not None:
+            raise RuntimeError("the state must be asked for between steps, got a call in the loss of a logical rank")
         found = {}
         for rank in self._comm.ranks.here:
-            self.enter(rank)
-            found[str(rank)] = self._save()
-            self._keep(rank)
+            made = self._claimed(rank)
+            if self._outer.begun:
+                self.enter(rank)
+                own = self._save()
+            else:
+                tree = self._tree(rank)
+                own = tree["own"] if tree else self._save()
+            found[str(rank)] = own | {"made": made}
         return found
 
     def load_trees(self, trees: Mapping[int, Tree], calls: int, step: int) -> None:
         """Go on from what ``trees`` has returned after so many calls and steps; the model has the last one's."""
         for rank, own in trees.items():
-            self._load(own)
-            self._present, self._outer.taken = rank, step
+            # One that processes of one rank each have saved has no number of calls.
+            made = calls if own.get("made") is None else own["made"]
+            self._load(own, made)
+            self._present, self._stepped, self._outer.taken = rank, False, step
             if rank in self._comm.ranks.here:
                 self._claimed(rank)
-                self._made[rank] = calls
-                self._keep(rank, own)
+                self._made[rank] = made
+                self._keep(own)
         self._call = calls + 1
 
     def _claimed(self, rank: int) -> int:
@@ -120,12 +135,15 @@ class LocalRanks:
         """Return what a rank here had when it was kept last; None if that is lost."""
         return next(map(from_bytes, self._kept[rank].values()), None)
 
-    def _keep(self, rank: int, own: Tree | None = None) -> None:
-        """Remember what a rank has, by default what the model has, where another one may have its turn."""
-        if not self._comm.membership and len(self._comm.ranks.here) == 1:
+    def _keep(self, own: Tree | None = None) -> None:
+        """Remember what the rank in the model has where that has changed, and another one may have its turn."""
+        first = self._present in self._made and not self._kept[self._present]
+        alone = not self._comm.membership and len(self._comm.ranks.here) == 1
+        if own is None and (self._present < 0 or alone or not (self._stepped or first)):
             return
-        flat = to_bytes({"own": own or self._save(), "made": self._made[rank], "taken": self._outer.taken})
-        kept = self._kept[rank]
+        self._stepped = False
+        flat = to_bytes({"own": own or self._save(), "made": self._made[self._present], "taken": self._outer.taken})
+        kept = self._kept[self._present]
         self._undo.forget()
         if isinstance(kept, SharedState):
             self._undo.keep_state(kept)

@@ -1,7 +1,7 @@
 """What a checkpoint holds of local steps."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,18 +88,24 @@ class EngineInnerState(InnerState):
 class RanksInnerState(EngineInnerState):
     """The states of the engine, by logical rank, with the parameters of each."""
 
-    def __init__(self, training: LocalTraining, others: Sequence[np.ndarray]):
-        # others: a model's other arrays, which the steps of each rank change.
+    def __init__(self, training: LocalTraining, others: Callable[[], Sequence[np.ndarray]]):
+        # others: returns a model's other arrays, which the steps of each rank change.
         super().__init__(training)
-        self._others, self.ranks = others, LocalRanks(training.outer, training.calls_so_far, self._own, self._load)
+        self._others, self.ranks = others, LocalRanks(training.outer, self._own, self._load)
         training.ranks = self.ranks
 
     def _own(self) -> Tree:
-        others = [device.host_copy(x) for x in self._others]
+        others = [device.host_copy(x) for x in self._others()]
         values = {name: device.host_copy(x) for name, x in self._training.inner.store.values.items()}
         return {"inner": super().state(), "parameters": values, "others": others}
 
-    def _load(self, own: Tree) -> None:
+    def _load(self, own: Tree | None, made: int) -> None:
+        if own is None:
+            # The window of batches of the rank in the model is not this one's, whose batches so far were as if zeros.
+            inner, (steps, calls) = super().state(), divmod(made, self._training.inner.accumulator.num_batches)
+            inner["engine"] |= {"step_counter": steps, "batches": calls, "contributions": float(calls), "states": {}}
+            super().load(inner | {"calls": calls}, 0)
+            return
         # What a schedule writes to groups of parameters, as torch.optim has them, is all ranks'.
         groups = [dict(group) for group in getattr(self.optimizer, "param_groups", ())]
         super().load(own["inner"], 0)
@@ -108,14 +114,22 @@ class RanksInnerState(EngineInnerState):
         for name, x in self._training.inner.store.values.items():
             device.copy(x, own["parameters"][name])
         # None where processes of one rank each have saved it.
-        for x, kept in zip(self._others, own["others"] or self._others, strict=True):
+        for x, kept in zip(self._others(), own["others"] or self._others(), strict=True):
             device.copy(x, kept)
 
     def state(self) -> Tree:
         return self.ranks.trees()
 
     def check(self, state: Tree) -> None:
-        for own in state.values():
+        here = list(map(str, self._training.outer.comm.ranks.here))
+        got = sorted(state) if isinstance(state, dict) else type(state).__name__
+        if got not in (sorted(here), [SHARED]):
+            raise ValueError(f"the inner state must be that of the logical ranks {', '.join(here)}, got {got}")
+        for rank, own in state.items():
+            if not isinstance(own, dict) or not {"inner", "parameters", "others"} <= set(own):
+                raise ValueError(
+                    f"the inner state of rank {rank} must have inner, parameters and others, got {own!r:.60}"
+                )
             super().check(own["inner"])
 
     def for_joiner(self, state: Tree) -> Tree:
@@ -216,8 +230,8 @@ class LocalState(TrainingState):
             load_state_dict(fragment.engine, saved["outer"])
             fragment.sent, fragment.due = saved["sent"], saved["due"]
             windows = self._outer.windows
-            if fragment.sent:
-                fragment.taken = fragment.sent + windows.delay - windows.every * (fragment.due > 0)
+            last = fragment.sent + windows.delay - windows.every * (fragment.due > 0)
+            fragment.taken = min(state["step"], last) if fragment.sent else 0
         self._outer.step = self._outer.taken = state["step"]
         self._outer.restore(state["values"])
 
@@ -259,7 +273,7 @@ class LocalState(TrainingState):
             states = residuals(number)
             fragment["outer"]["states"] = states if logical else next(iter(states.values()))
         for rank, saved in ranks.items():
-            parts = saved.own(lambda tree: {name: tree.get(name) for name in ("parameters", "others")})
+            parts = saved.own(lambda tree: {name: tree.get(name) for name in ("parameters", "others", "made")})
             inner[str(rank)] = {"inner": self._inner.of_ranks(saved), **parts}
         (*_, last) = inner.values()
         return of_all | {"inner": inner if logical else last["inner"]}, last["parameters"]

@@ -512,10 +512,6 @@ class LocalTraining:
         # None where each process is one rank.
         self.ranks: RankTurns | None = None
 
-    def calls_so_far(self) -> int:
-        """Return the calls that all ranks have made."""
-        return self.outer.step * self.inner.accumulator.num_batches + self.calls
-
     def run(self, loss: Loss) -> bool:
         """Make a step of this rank alone, and the exchange that is due after it; tell if the step was applied."""
         # A step that was refused, as not finite, counts in the window, so that all ranks count alike.

@@ -84,15 +84,19 @@ class OuterSteps:
                 )
             self._outer.begin(values, error)
             self._model.broadcast_others(self.communicator, self._outer.engine.agreement)
-        # The logical rank whose turn it is, and whether it has made its step; None outside of one.
+        # The logical rank whose turn it is, and whether it is in `of`, and has made its step; None outside of a turn.
         self._turn: int | None = None
+        self._inside = False
         self._stepped = False
         self._ranks: LocalRanks | None = None
         if self.communicator.ranks.logical:
-            self._ranks = LocalRanks(self._outer, lambda: self._outer.step, self._own, self._load)
+            self._ranks = LocalRanks(self._outer, self._own, self._load)
             self.communicator.transaction(self._outer.engine.losses.agree)
             self._ranks.begin()
-        self._hook = optimizer.register_step_post_hook(lambda *_: self._advance())
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._check_turn()),
+            optimizer.register_step_post_hook(lambda *_: self._advance()),
+        ]
         self._scalers_step: Callable[..., Any] | None = None
         if scaler is not None:
             # It has no hooks.
@@ -155,7 +159,11 @@ class OuterSteps:
             turn = "a rank that logical yields" if self._turn is None else f"{self._turn}, whose turn it is"
             raise ValueError(f"rank must be {turn}, got {rank!r}")
         with self._outer.engine.losses.turn(rank):
-            yield
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
 
     def join(self) -> None:
         """Take part in the others' exchanges, without steps, until no rank makes any (``LocalSteps.join``)."""
@@ -185,7 +193,8 @@ class OuterSteps:
 
     def close(self) -> None:
         """Remove the hooks: the optimizer's steps are this rank's own again."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self._scaler is not None and self._scalers_step is not None:
             self._scaler.step, self._scalers_step = self._scalers_step, None  # type: ignore[method-assign]
         self._outer.close()
@@ -200,12 +209,16 @@ class OuterSteps:
 
     def _advance(self) -> None:
         self._model.refuse_new()
-        if self._ranks and (self._turn is None or self._stepped):
-            raise RuntimeError("a step of the optimizer must be in `with windows.of(rank):`, one of each logical rank")
         self._stepped = True
-        if self._ranks is None:
-            with self._model.stream():
-                self._outer.advance()
+        if self._ranks:
+            self._ranks.step_made()
+            return
+        with self._model.stream():
+            self._outer.advance()
+
+    def _check_turn(self) -> None:
+        if self._ranks and (self._stepped or not self._inside):
+            raise RuntimeError("a step of the optimizer must be in `with windows.of(rank):`, one of each logical rank")
 
     def _turns(self, ranks: LocalRanks) -> Iterator[int]:
         try:
@@ -226,10 +239,13 @@ class OuterSteps:
             "parameters": {p.name: p.tensor.detach().clone() for p in self._model.parameters},
             "others": [x.copy() for x in self._model.buffer_bytes()],
             "optimizer": [dict(self._optimizer.state.get(p, {})) for p in self._updated()],
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
-    def _load(self, own: Tree) -> None:
+    def _load(self, own: Tree | None, made: int) -> None:
         """Bring a logical rank into the model."""
+        if own is None:
+            return
         with torch.no_grad():
             for p in self._model.parameters:
                 p.tensor.copy_(own["parameters"][p.name])
@@ -237,6 +253,8 @@ class OuterSteps:
             x[...] = kept
         for updated, state in zip(self._updated(), own["optimizer"], strict=True):
             self._optimizer.state[updated] = state
+        if self._scaler is not None:
+            self._scaler.load_state_dict(own["scaler"])
 
     def _updated(self) -> list[torch.Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -244,6 +262,7 @@ class OuterSteps:
     def _scaled_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Do what ``GradScaler.step`` does; count the step too if that has left it out, as not finite."""
         assert self._scalers_step is not None
+        self._check_turn()
         self._stepped = False
         returned = self._scalers_step(optimizer, *args, **kwargs)
         if optimizer is self._optimizer and not self._stepped:

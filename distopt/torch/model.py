@@ -251,7 +251,12 @@ class TorchModel:
 
     def buffer_bytes(self) -> list[np.ndarray]:
         """Return a module's buffers as bytes, in their memory."""
-        return [as_bytes(x.detach()) for x in self._buffers.values()]
+        found = dict(self._given.named_buffers()) if isinstance(self._given, torch.nn.Module) else {}
+        for name in self._buffers:
+            if not is_dense(found[name]):
+                strides = tuple(found[name].stride())
+                raise TypeError(f"{name}: a buffer must have no gaps with logical ranks, got strides {strides}")
+        return [as_bytes(found[name]) for name in self._buffers]
 
     def take_others(self, sent: Mapping[str, torch.Tensor]) -> None:
         """Take another process's ``others``."""

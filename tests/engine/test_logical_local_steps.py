@@ -171,6 +171,8 @@ def test_a_call_that_failed_in_one_rank_is_made_again_by_that_one():
                 opt(loss)
             except RuntimeError:
                 called.append("failed")
+                # Which ranks have made the call is in a state, too.
+                opt.load_state_dict(opt.state_dict())
         return called[:9], learned(opt)
 
     ((called, found),) = run_ranks(1, main)
@@ -238,6 +240,110 @@ def test_trees_are_as_many_bytes_whatever_their_numbers():
     found = from_bytes(flats[1])
     assert found["step"] == 12345678
     assert [(x.tolist(), x.dtype.name) for x in found["p"]] == [([12345678, -12345678], "float32"), (12345678, "int64")]
+
+
+@pytest.mark.parametrize("logical", [True, False])
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 1}])
+def test_an_older_state_goes_on_in_a_training_that_has_gone_on(options, logical):
+    def main(comm):
+        params, opt = made(Logical(comm, V) if logical else comm, **options)
+        found = []
+
+        def step(k):
+            opt(losses(params, k) if logical else losses(params, k)(comm.rank))
+
+        step(0)
+        state, values = opt.state_dict(), [p.data.copy() for p in params]
+        for _ in range(2):
+            for k in range(1, 8):
+                step(k)
+            found.append(learned(opt))
+            opt.load_state_dict(state)
+            for p, value in zip(params, values, strict=True):
+                p.data[:] = value
+        return found
+
+    for first, again in run_ranks(2, main):
+        assert again == first
+
+
+def test_another_delay_takes_no_values_again_that_were_taken(tmp_path):
+    def main(comm):
+        params, opt = made(comm)
+        for k in range(4):
+            opt(losses(params, k)(comm.rank))
+        opt.save(tmp_path, params)
+        opt(losses(params, 4)(comm.rank))
+        expected = [p.data.copy() for p in params]
+        opt.close()
+        params, opt = made(comm, delay=2)
+        opt.load(tmp_path, params)
+        opt(losses(params, 4)(comm.rank))
+        assert all(np.array_equal(p.data, x) for p, x in zip(params, expected, strict=True))
+
+    run_ranks(2, main)
+
+
+def test_what_was_loaded_can_be_saved_before_the_first_step(tmp_path):
+    def main(comm):
+        params, opt = made(Logical(comm, V))
+        assert sorted(opt.state_dict()["inner"]) == [str(r) for r in opt.communicator.ranks.here]
+        for k in range(4):
+            opt(losses(params, k))
+        opt.save(tmp_path / "a", params)
+        opt.close()
+        for before, after in (("a", "b"), ("b", "c")):
+            params, opt = made(Logical(comm, V))
+            opt.load(tmp_path / before, params)
+            opt.save(tmp_path / after, params)
+            opt.close()
+        params, opt = made(Logical(comm, V))
+        opt.load(tmp_path / "c", params)
+        for k in range(4, 7):
+            opt(losses(params, k))
+        return learned(opt)
+
+    expected = on(1, lambda comm: trained(comm, 7))[0]
+    assert {*run_ranks(1, main), *run_ranks(2, main), *run_ranks(V, main)} == {expected}
+
+
+def test_states_that_are_not_those_of_the_ranks_here_are_refused():
+    params, opt = made(Logical(LocalCommunicator(), 2))
+    opt(losses(params, 0))
+    state = opt.state_dict()
+    own = state["inner"]["0"]
+    for inner in ({}, {"0": own}, own["inner"], 3):
+        with pytest.raises(ValueError, match="the inner state must be that of the logical ranks 0, 1, got"):
+            opt.load_state_dict(state | {"inner": inner})
+    with pytest.raises(ValueError, match="the inner state of rank 1 must have inner, parameters and others, got"):
+        opt.load_state_dict(state | {"inner": {"0": own, "1": {}}})
+
+
+def test_a_state_is_not_asked_for_in_a_loss():
+    params, opt = made(Logical(LocalCommunicator(), 2))
+    opt(losses(params, 0))
+
+    def loss(rank):
+        opt.state_dict()
+
+    with pytest.raises(RuntimeError, match="the state must be asked for between steps"):
+        opt(loss)
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_rank_whose_window_of_batches_is_lost_counts_as_the_others(call):
+    params, opt = made(Logical(LocalCommunicator(), 3), num_batches=2)
+    for k in range(call + 2):
+        opt(losses(params, k))
+    # As in a process that adopts it: of another machine, whose memory it does not see.
+    opt._training.ranks._kept[1].clear()
+    for k in range(call + 2, 8):
+        opt(losses(params, k))
+    inner = opt.state_dict()["inner"].values()
+    assert opt.step_counter == 4
+    assert {(own["inner"]["calls"], own["made"], own["inner"]["engine"]["step_counter"]) for own in inner} == {
+        (0, 8, 4)
+    }
 
 
 @pytest.mark.parametrize("away", [0, 1])

@@ -330,8 +330,15 @@ def test_local_steps_are_made_in_turn():
     model = network()
     rule = torch.optim.SGD(model.parameters(), 0.1)
     windows = dt.local_steps(model, rule, every=3, group=Logical(LocalCommunicator(), 2))
+    model(torch.ones(2, 8)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match=r"a step of the optimizer must be in `with windows\.of"):
         rule.step()
+    for _ in windows.logical:
+        with pytest.raises(RuntimeError, match=r"a step of the optimizer must be in `with windows\.of"):
+            rule.step()
+        break
+    assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
     with pytest.raises(RuntimeError, match=r"rank 0 must make a step of the optimizer in `with windows\.of"):
         list(windows.logical)
     for rank in windows.logical:
@@ -347,6 +354,79 @@ def test_local_steps_are_made_in_turn():
     for verb in (windows.state_dict, lambda: windows.load_state_dict({}), windows.join):
         with pytest.raises(ValueError, match="must be of processes that are one rank each"):
             verb()
+
+
+def test_a_rank_that_has_made_its_step_makes_it_once_where_the_loop_was_left():
+    model = nn.Linear(3, 2)
+    rule = torch.optim.SGD(model.parameters(), 0.1)
+    windows = dt.local_steps(model, rule, every=3, group=Logical(LocalCommunicator(), 3))
+
+    def step(until):
+        made = []
+        for rank in windows.logical:
+            with windows.of(rank):
+                rule.zero_grad()
+                model(torch.ones(1, 3)).sum().backward()
+                rule.step()
+            made.append(rank)
+            if rank == until:
+                raise KeyError
+        return made
+
+    with pytest.raises(KeyError) as loop:  # which holds the generator
+        step(1)
+    assert step(None) == [2]
+    assert (windows.step_counter, loop.type) == (1, KeyError)
+    assert step(None) == [0, 1, 2]
+
+
+def test_each_rank_has_its_own_scale():
+    def main(comm):
+        model = nn.Linear(3, 2, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1)
+        rule = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", 16.0)
+        windows = dt.local_steps(model, rule, every=3, group=Logical(comm, 4), scaler=scaler)
+        scales = {}
+        for step in range(2):
+            for rank in windows.logical:
+                with windows.of(rank):
+                    scales[step, rank] = scaler.get_scale()
+                    rule.zero_grad()
+                    scaler.scale(
+                        model(torch.full((1, 3), torch.inf if (step, rank) == (0, 1) else 1.0)).sum()
+                    ).backward()
+                    scaler.step(rule)
+                    with pytest.raises(RuntimeError, match="one of each logical rank"):
+                        scaler.step(rule)
+                    scaler.update()
+        return scales
+
+    for processes in (1, 2, 4):
+        scales = {k: x for of in run_ranks(processes, main) for k, x in of.items()}
+        assert [scales[1, rank] for rank in range(4)] == [16, 8, 16, 16]
+
+
+def test_buffers_are_each_ranks_own_or_refused():
+    class Counts(nn.Module):
+        def __init__(self, x):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1))
+            self.register_buffer("n", x)
+
+        def forward(self):
+            self.n = self.n + 1  # another tensor
+            return self.w.sum()
+
+    comm, model = Logical(LocalCommunicator(), 2), Counts(torch.zeros(1))
+    opt, seen = LocalSteps(torch.optim.SGD(model.parameters(), 0.1), comm, every=3, params=model), []
+    for _ in range(2):
+        opt(lambda rank: (model(), seen.append((rank, model.n.item())))[0])
+    assert seen == [(0, 1), (1, 1), (0, 2), (1, 2)]
+    gaps = Counts(torch.zeros(4, 4)[:, ::2])
+    with pytest.raises(TypeError, match="n: a buffer must have no gaps with logical ranks, got strides"):
+        dt.local_steps(gaps, torch.optim.SGD(gaps.parameters(), 0.1), every=3, group=comm)
 
 
 def test_local_steps_without_logical_ranks_have_none():
