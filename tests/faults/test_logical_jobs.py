@@ -24,7 +24,7 @@ SYNCHRONIZED = ["torch, synchronized", "torch, DistOpt"]
 
 
 @pytest.mark.parametrize("seed", every(9, range(9)))
-@pytest.mark.parametrize("mode", [*logical_job.MODES, *logical_job.OTHERS])
+@pytest.mark.parametrize("mode", every(3, [*logical_job.MODES, *logical_job.OTHERS], first=1))
 def test_four_of_five_processes_are_killed(tmp_path, mode, seed):
     killed, wrong = logical_job.job(mode, seed, tmp_path)
     assert len(killed) == 4
@@ -50,7 +50,7 @@ print("learned", learned, opt.communicator.size, *(f"{{rank}}:{{of}}" for rank, 
 """
 
 
-@pytest.mark.parametrize("mode", ["packed top-K in two phases", "dgc", "three batches", "local steps", *SYNCHRONIZED])
+@pytest.mark.parametrize("mode", every(3, [*logical_job.MODES, "local steps", *SYNCHRONIZED], first=2))
 def test_three_of_four_are_killed_and_two_come_back(tmp_path, mode):
     script = tmp_path / "script.py"
     script.write_text(GROWS.format(path=[os.path.dirname(logical_job.__file__)], mode=mode))
@@ -127,7 +127,7 @@ def test_signals_to_the_launcher_change_the_number_of_processes(tmp_path):
     assert "in the place of" not in output, output
 
 
-@pytest.mark.parametrize("mode", every(3, [*logical_job.MODES, "local steps", *SYNCHRONIZED], first=1))
+@pytest.mark.parametrize("mode", every(5, [*logical_job.MODES, "local steps", *SYNCHRONIZED], first=2))
 def test_a_random_history_of_kills_joins_and_resizes(tmp_path, mode):
     _, wrong, happened = logical_job.history(mode, 102, tmp_path)
     assert not wrong, wrong
