@@ -130,7 +130,7 @@ class BucketStore:
     @property
     def _may_move(self) -> bool:
         """Whether ranks may go on in other processes, which then share no memory."""
-        return bool(self._comm.ranks.by_process and self._comm.membership)
+        return bool(self._comm.ranks.logical and self._comm.membership)
 
     def lines(self) -> list[str]:
         """The parameters in their order, and the threshold, for ranks to compare."""
