@@ -351,11 +351,9 @@ class OuterLoop:
 
     def _take_due(self) -> bool:
         """Take the new values of fragments that are due; tell if there were any."""
-        due = []
-        for fragment in self.fragments:
-            if fragment.due == self.step:
-                fragment.due, fragment.taken = 0, self.step
-                due.append(fragment)
+        due = [fragment for fragment in self.fragments if fragment.due == self.step]
+        for fragment in due:
+            fragment.due, fragment.taken = 0, self.step
         if due:
             self.land()
             # Alike on all ranks, as nothing travels now.
@@ -545,7 +543,8 @@ class LocalTraining:
         collector, error = self.inner.store.collector, None
         pairs: list[Any] = []
         losses, ranks = self.outer.engine.losses, self.outer.comm.ranks
-        self.outer.comm.transaction(losses.agree)
+        if self.ranks:
+            self.outer.comm.transaction(losses.agree)
         try:
             pairs = collector.read(losses.of(loss, ranks.here[0]) if callable(loss) and ranks.here else loss)
             collector.enroll(param for param, _ in pairs)
