@@ -6,6 +6,7 @@
 #include "cast.cu"
 #include "codec.cu"
 #include "dgc.cu"
+#include "exact.cu"
 #include "lamb.cu"
 #include "lans.cu"
 #include "lars.cu"
