@@ -31,6 +31,7 @@ PUBLIC = {  # modules with a page of the API, by the name to import them by, and
     "distopt.comm": "distopt.comm",
     "distopt.data": "distopt.data",
     "distopt.torch": "distopt.torch",
+    "distopt.jax": "distopt.jax",
     "distopt.trainer": "distopt.trainer",
     "distopt.lab": "distopt.lab",
     "distopt.cost": "distopt.lab.cost",
@@ -40,7 +41,12 @@ PUBLIC = {  # modules with a page of the API, by the name to import them by, and
     "distopt.lab.observe": "distopt.lab.observe",
     "distopt.lab.tape": "distopt.lab.tape",
 }
-INHERITING = ("distopt", "distopt.torch", "distopt.trainer")  # their classes have methods of bases that are not public
+INHERITING = (
+    "distopt",
+    "distopt.torch",
+    "distopt.jax",
+    "distopt.trainer",
+)  # their classes have methods of bases that are not public
 FENCED = re.compile(r"(^```.*?^```$)", re.S | re.M)
 
 

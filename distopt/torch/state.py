@@ -1,5 +1,6 @@
 """States of residuals and counters: as tensors, for ``torch.save``, and as one for all ranks."""
 
+import io
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,45 @@ from distopt.engine.engine import Engine
 
 # of a state_dict
 ENTRIES = {"rank", "ranks", "state"}
+
+
+class RankState:
+    """What each rank has of its own, as ``torch.distributed.checkpoint`` saves and loads it, a ``Stateful``.
+
+    That takes tensors of one name for one tensor, which a rank saves for all, and loads none that are not there yet;
+    but residuals differ between ranks, and come with the first step.  So this is one entry, named after the rank.
+
+    Args:
+        part: what ``synchronize``, ``compress`` or ``local_steps`` has returned.
+
+    Example:
+        >>> import torch
+        >>> import distopt.torch as dt
+        >>> sync = dt.synchronize(torch.nn.Linear(3, 2))
+        >>> list(dt.RankState(sync).state_dict())
+        ['rank 0 of 1']
+    """
+
+    def __init__(self, part: Any):
+        self._part = part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank as bytes, by its number."""
+        state, file = self._part.state_dict(), io.BytesIO()
+        torch.save(state, file)
+        return {f"rank {state['rank']} of {state['ranks']}": file.getvalue()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` has returned on this rank.
+
+        Args:
+            state: the dict.
+
+        Raises:
+            ValueError: it is of another rank, or of another number of ranks, or belongs to another model.
+        """
+        (of_this_rank,) = state.values()
+        self._part.load_state_dict(torch.load(io.BytesIO(of_this_rank), weights_only=True))
 
 
 def as_tensors(tree: Any) -> Any:

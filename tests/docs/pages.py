@@ -1,6 +1,6 @@
 """The pages of the documentation: README.md and docs/, and their blocks.
 
-As a script, ``pages.py NEEDS PAGE ...``, it runs the Python blocks of pages that need '', torch or cupy, each in a
+As a script, ``pages.py NEEDS PAGE ...``, it runs the Python blocks of pages that need '', torch, cupy or jax, each in a
 namespace of its own; a traceback shows the page and the line.
 """
 
@@ -13,7 +13,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 README = PROJECT / "README.md"
 PAGES = [README, *sorted((PROJECT / "docs").rglob("*.md"))]
 NOT_RUN = "*Not run by the tests"  # how the line below a shell block begins that no test can run
-NEEDS = re.compile(r"^\s*(?:import|from) (torch|cupy)\b", re.M)
+NEEDS = re.compile(r"^\s*(?:import|from) (torch|cupy|jax)\b", re.M)
 
 
 class Block(NamedTuple):
@@ -25,7 +25,7 @@ class Block(NamedTuple):
         language: what follows the fence.
         text: what is between the fences.
         below: the next line below it that is not empty.
-        needs: what it needs beside distopt: 'torch', 'cupy' or ''.
+        needs: what it needs beside distopt: 'torch', 'cupy', 'jax' or ''.
     """
 
     page: Path

@@ -59,6 +59,15 @@ def test_python_blocks_of_pages_with_torch_run_on_two_ranks(page, tmp_path):
     assert code == 0, output
 
 
+@needs_mpi
+@pytest.mark.torch
+@pytest.mark.parametrize("page", with_python("jax"), ids=name_of)
+def test_python_blocks_of_pages_with_jax_run_on_two_ranks(page, tmp_path):
+    pytest.importorskip("optax", reason="jax or optax is missing: pip install jax optax")
+    code, output = distopt_run(2, pages.__file__, "jax", page, cwd=tmp_path, timeout=120)
+    assert code == 0, output
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("needs", ["", pytest.param("torch", marks=pytest.mark.torch)])
 def test_python_blocks_of_pages_run_on_one_rank(needs, tmp_path):

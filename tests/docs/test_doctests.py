@@ -30,7 +30,7 @@ def modules():
     for file in sorted(PACKAGE.rglob("*.py")):
         name, text = module_name(file), file.read_text()
         if ">>> " in text:
-            torch = [pytest.mark.torch] if "import torch" in text else []
+            torch = [pytest.mark.torch] if "import torch" in text or "import jax" in text else []
             yield pytest.param(name, marks=[pytest.mark.thorough] if name in LONG else torch)
 
 
@@ -47,6 +47,8 @@ def exported():
 @pytest.mark.parametrize("name", list(modules()))
 def test_examples_of_docstrings_pass(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # an example may write a file
+    if name.startswith("distopt.jax"):
+        pytest.importorskip("jax", reason="jax is missing: pip install jax")
     module = importlib.import_module(name)
     report = []
     runner = doctest.DocTestRunner(verbose=False)

@@ -35,11 +35,18 @@ def test_every_page_is_in_the_navigation_once():
 
 
 def with_torch():
-    return [pytest.param(n, marks=pytest.mark.torch) if n == "distopt.torch" else n for n in build.PUBLIC]
+    of_torch = "distopt.torch", "distopt.jax"
+    return [pytest.param(n, marks=pytest.mark.torch) if n in of_torch else n for n in build.PUBLIC]
+
+
+def skip_without_jax(page):
+    if page == "distopt.jax":
+        pytest.importorskip("jax", reason="jax is missing: pip install jax")
 
 
 @pytest.mark.parametrize("page", with_torch())
 def test_every_public_name_has_its_place_in_the_reference(page):
+    skip_without_jax(page)
     public, home = importlib.import_module(page), importlib.import_module(build.PUBLIC[page])
     assert all(getattr(public, name) is getattr(home, name) for name in home.__all__)
     text = build.api(page)
@@ -53,6 +60,7 @@ def test_every_public_name_has_its_place_in_the_reference(page):
 
 @pytest.mark.parametrize("page", with_torch())
 def test_whatever_a_page_of_the_reference_shows_has_a_docstring(page):
+    skip_without_jax(page)
     module = importlib.import_module(build.PUBLIC[page])
     shown = {page: module}
     for name in build.exports(build.PUBLIC[page]):

@@ -15,7 +15,7 @@ ROWS = {  # from the ground up
     "exchange and update": "exchange optim",
     "the step": "engine",
     "SINGA's methods": "singa",
-    "facades, launcher": "data dist_opt local_steps trainer torch run",
+    "facades, launcher": "data dist_opt local_steps trainer torch jax run",
     "laboratory": "lab",
     "start": "__init__ cli",  # of which the second may ask the first
 }
@@ -30,6 +30,7 @@ HEAVY = {
         *("torch/local_steps.py", "torch/model.py", "torch/rank_buffers.py", "torch/rank_passes.py", "torch/state.py"),
         *("torch/synchronize.py", "torch/tensors.py"),
     },
+    "jax": {"jax/trees.py"},
     "matplotlib": {"lab/commands/plotting.py"},
 }
 DOORS = {"cost", "experiment", "fit", "monitor", "volume"}  # public names of modules of lab/, as __init__ has others

@@ -36,7 +36,7 @@ def test_lazily_imported_classes_are_those_of_their_modules():
 
 @pytest.mark.thorough
 def test_what_not_every_program_needs_is_not_imported_before_it_is_used():
-    later = ["cupy", "mpi4py", "torch", "matplotlib", "asyncio", "subprocess"]
+    later = ["cupy", "mpi4py", "torch", "jax", "matplotlib", "asyncio", "subprocess"]
     later += ["distopt.lab", "distopt.trainer"]
     script = f"import sys, distopt; print([name for name in {later} if name in sys.modules]); distopt.lab.advise"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

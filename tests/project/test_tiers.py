@@ -119,7 +119,7 @@ def test_modules_of_other_tiers_are_left_out_by_default_alone(pytestconfig, tmp_
 
 @pytest.mark.thorough
 def test_the_default_tier_is_collected_without_what_other_tiers_need(pytestconfig):
-    missing = ["cupy", "torch", "matplotlib", "nvidia", "jax", "optax", "safetensors"]
+    missing = ["cupy", "torch", "matplotlib", "nvidia", "jax", "flax", "optax", "safetensors"]
     script = (
         f"import sys; sys.modules |= dict.fromkeys({missing}); import pytest; sys.exit(pytest.main(['-q', '--co']))"
     )
