@@ -15,6 +15,7 @@ from distopt.comm.control import agreed
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor
 from distopt.compress.base import check_compressor, interchangeable
+from distopt.engine import phases
 from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.agreement import Agreement, AllJoinedError, GradientReport, decode, describe, encode
 from distopt.engine.background import Background, Inline
@@ -85,6 +86,7 @@ class Engine:
                 "logical ranks must be those of a DistOpt or LocalSteps, or of distopt.torch's synchronize or "
                 f"local_steps, got {comm!r} for a {kind}"
             )
+        phases.check()
         nonfinite = policy(options.nonfinite)
         # The threshold, in elements of a bucket, may be another one from the next step on.
         self.comm, self.options, self.kind = comm, options, kind
@@ -225,6 +227,7 @@ class Engine:
                 return error
             self._refuse_last_step()
         self.progress.version += 1
+        phases.follow(self.comm.rank)
         return None
 
     def prepare(self, loss: Loss, spec: StepSpec) -> Attempt:

@@ -17,6 +17,7 @@ VARIABLE = "DISTOPT_FLIGHT"  # the folder; the current one by default
 FORMAT = "distopt flight record 1"
 KEYS = {"format", "rank", "reason", "host", "pid", "wall", "now", "at", "stack", "logs", "operations"}
 ENTRY = {"log", "number", "text", "bytes", "began", "ended"}
+RANGE = {"phase": str, "bucket": int | None, "bytes": int, "thread": str, "began": int | float, "ended": int | float}
 MAX_BYTES = 16 << 20  # of a file
 
 
@@ -43,6 +44,7 @@ def record(recorder: OperationRecorder, rank: int, reason: str) -> dict[str, Any
         "stack": stack(),
         "logs": {log.name: log.ranks for log in recorder.known()},
         "operations": [o.entry() for o in recorder.operations()],
+        "ranges": [r._asdict() for r in recorder.ranges.copy()],
     }
 
 
@@ -82,6 +84,9 @@ def _is_record(x: Any) -> bool:
     kinds = {"rank": int, "reason": str, "at": str, "wall": int | float, "now": int | float, "operations": list}
     if not all(isinstance(x[key], kind) for key, kind in kinds.items()) or not isinstance(x["logs"], dict):
         return False
+    ranges = x.get("ranges", [])  # which older records lack
+    if not isinstance(ranges, list) or not all(map(_is_range, ranges)):
+        return False
     members = x["logs"].values()
     return all(isinstance(m, list) and all(isinstance(r, int) for r in m) for m in members) and all(
         map(_is_entry, x["operations"])
@@ -93,3 +98,7 @@ def _is_entry(x: Any) -> bool:
         return False
     words = all(isinstance(x[key], str) for key in ("log", "text"))
     return words and all(isinstance(x[key], int | float) for key in ("number", "bytes", "began", "ended"))
+
+
+def _is_range(x: Any) -> bool:
+    return isinstance(x, dict) and set(x) >= set(RANGE) and all(isinstance(x[key], kind) for key, kind in RANGE.items())

@@ -20,9 +20,8 @@ class Difference(NamedTuple):
 
 def tell(records: Sequence[Record]) -> list[str]:
     """Return a report's lines: stale records of an earlier job, where ranks differ, and where each of them is."""
-    newest = max(r["wall"] for r in records)
-    stale = [r["rank"] for r in records if r["wall"] < newest - STALE]
-    fresh = {r["rank"]: r for r in sorted(records, key=lambda r: r["rank"]) if r["rank"] not in stale}
+    fresh = of_one_job(records)
+    stale = [r["rank"] for r in records if r["rank"] not in fresh]
     lines = [f"left out, since of an earlier job: {names(stale)}"] if stale else []
     differences = sorted(difference for log in _logs(fresh) for difference in _part(log, fresh))
     lines += [f.text for f in differences] or ["the ranks do not part: all have completed what any has begun"]
@@ -30,6 +29,12 @@ def tell(records: Sequence[Record]) -> list[str]:
     if absent:
         lines.append(f"no record of {names(absent)}: stopped, ended too early, or holding the interpreter lock")
     return lines + [f"  rank {rank}: {_state(record)}" for rank, record in fresh.items()]
+
+
+def of_one_job(records: Sequence[Record]) -> dict[int, Record]:
+    """Return the records by rank, without those of an earlier job."""
+    newest = max(r["wall"] for r in records)
+    return {r["rank"]: r for r in sorted(records, key=lambda r: r["rank"]) if r["wall"] >= newest - STALE}
 
 
 def _logs(records: Mapping[int, Record]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 KEPT = 256  # operations
+KEPT_RANGES = 10_000
 # verbs with the same number of bytes on all ranks
 EQUAL_BYTES = ("all_reduce", "all_gather", "broadcast")
 START = "MPI's start, to which all ranks must come"  # the operation before all votes
@@ -65,6 +66,17 @@ def text(verb: str, purpose: str, nbytes: int, step: str) -> str:
     return f"{verb}{size} after {f'the vote on {step}' if step else 'the start'}"
 
 
+class Range(NamedTuple):
+    """A phase of a step, on a thread of this process, while somebody profiles."""
+
+    phase: str
+    bucket: int | None  # its number in the plan
+    bytes: int  # of this rank's arrays; 0 for a vote
+    thread: str
+    began: float  # in seconds of the monotonic clock
+    ended: float
+
+
 class OperationLog:
     """A log of operations, the same on all ``ranks`` and in the same order, so that their numbers can be compared."""
 
@@ -111,6 +123,7 @@ class OperationRecorder:
 
     def __init__(self) -> None:
         self.ring: deque[OperationTuple] = deque(maxlen=KEPT)
+        self.ranges: deque[Range] = deque(maxlen=KEPT_RANGES)
         # logs: the logs, by name
         self.logs: WeakValueDictionary[str, OperationLog] = WeakValueDictionary()
         self.step = ""  # the subject of the last vote

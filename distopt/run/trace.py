@@ -2,19 +2,22 @@
 
 import argparse
 import fnmatch
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from distopt.formatting import printable
 from distopt.resilience import flight_recorder
-from distopt.resilience.merge import tell
+from distopt.resilience.merge import of_one_job, tell
+from distopt.run import chrome
 
 
 def add_to(commands: Any) -> None:
     """Declare the command."""
     parser = commands.add_parser("trace", help="say where ranks parted, from flight records", description=__doc__)
     parser.add_argument("paths", nargs="*", type=Path, metavar="FOLDER or FILE", help="default: where they are written")
+    parser.add_argument("--chrome", type=Path, metavar="FILE", help="write them as a trace for Perfetto instead")
     parser.set_defaults(main=main)
 
 
@@ -26,6 +29,9 @@ def main(args: argparse.Namespace) -> int:
         ]
         if len({r["rank"] for r in records}) < len(records):
             raise ValueError("the records must be of different ranks, got several of one; give those of one job")
+        if args.chrome:
+            args.chrome.write_text(json.dumps(chrome.trace(of_one_job(records))))
+            return 0
     except (OSError, ValueError) as error:
         print(f"distopt trace: {printable(str(error))}", file=sys.stderr)
         return 1
