@@ -71,6 +71,11 @@ class Elastic(Wrapper):
         self._resized: list[Resized] = []
         self._begun: tuple[int, Callable[[], object]] = -1, _nothing  # the epoch that it was called in
 
+    @property
+    def losses(self) -> int:
+        """How many ranks were lost while this process was one of them."""
+        return self._epochs.losses
+
     def on_resize(self, callback: Resized) -> None:
         """Call ``callback(rank, size)`` after each transaction in which they have changed.
 
@@ -349,7 +354,8 @@ class EpochGroup:
         self.members: list[Elastic] = []
         # came: how many processes joined at the last of these times
         # stop: number of the signal by which a rank was asked to end, as the others have said at the last loss
-        self.epoch = self.came = self.stop = 0
+        # losses: ranks that were lost while this process was one of them
+        self.epoch = self.came = self.stop = self.losses = 0
         # leaving: is set when this process comes to its end
         self.leaving, self.left = threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -393,6 +399,7 @@ class EpochGroup:
         for member, comm in zip(self.members, comms, strict=True):
             member.set_transport(comm)
         lost = sorted({*range(before.size)} - {rank for rank, _, _ in said})
+        self.losses += 0 if before.outside else len(lost)
         if comms[0].rank == 0 and (lost or self.came):
             _say(lost, self.came, before.size, place, comms[0].size, time.monotonic() - began)
 

@@ -1,4 +1,4 @@
-"""Callbacks for the numbers of a running training: files, TensorBoard, Weights & Biases, or a user's own.
+"""Callbacks for the numbers of a running training: files, Prometheus, TensorBoard, Weights & Biases, or a user's own.
 
 A callback is anything that can be called with a step and the numbers of that step, by name; an ``Experiment`` is one
 too.  All ranks have the same sums, so one rank writes::
@@ -11,13 +11,15 @@ too.  All ranks have the same sums, so one rank writes::
 
 import csv
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from distopt.checks import check_int, check_number
-from distopt.io import strict_json
+from distopt.comm import Metered
+from distopt.io import pending, strict_json
 
-__all__ = ["Callback", "CsvFile", "JsonLines", "TensorBoard", "WeightsAndBiases"]
+__all__ = ["Callback", "CsvFile", "JsonLines", "Prometheus", "TensorBoard", "WeightsAndBiases", "totals"]
 
 
 class Callback(Protocol):
@@ -132,6 +134,79 @@ class JsonLines(_FileCallback):
     def __call__(self, step: int, numbers: Mapping[str, float], /) -> None:
         self._file.write(strict_json.dumps(checked(step, numbers)) + "\n")
         self._file.flush()
+
+
+class Prometheus:
+    """A callback that writes the last numbers to a file for Prometheus: each a gauge, ``step`` too.
+
+    The file is in the text format of Prometheus, as node exporter's textfile collector reads it from files ``*.prom``
+    in a folder, so that no port is opened.  It is whole at any time; each call replaces it, and everybody may read it.
+
+    Args:
+        path: the file.
+        labels: texts by name, the same at each call, such as the job and the rank.
+
+    Raises:
+        TypeError: a label is no text.
+        ValueError: at a call, if two numbers have the same name in Prometheus, where a character other than a letter,
+            a digit or an underscore is an underscore.
+        OSError: at a call, if the file cannot be written.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from distopt.experiment import Prometheus
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "rank0.prom"
+        ...     Prometheus(path, rank="0")(10, {"loss": 0.25})
+        ...     print(path.read_text(), end="")
+        # TYPE distopt_step gauge
+        distopt_step{rank="0"} 10
+        # TYPE distopt_loss gauge
+        distopt_loss{rank="0"} 0.25
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **labels: str):
+        for name, label in labels.items():
+            if not isinstance(label, str):
+                raise TypeError(f"label {name} must be a text, got {label!r:.60}")
+        escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+        pairs = ",".join(f'{name}="{label.translate(escapes)}"' for name, label in labels.items())
+        self._path, self._labels = path, f"{{{pairs}}}" if pairs else ""
+
+    def __call__(self, step: int, numbers: Mapping[str, float], /) -> None:
+        lines = dict[str, str]()
+        for name, number in checked(step, numbers).items():
+            gauge = "distopt_" + re.sub("[^a-zA-Z0-9_]", "_", name)
+            if gauge in lines:
+                raise ValueError(f"names of numbers must differ in letters and digits, got {name!r} twice as {gauge}")
+            lines[gauge] = f"# TYPE {gauge} gauge\n{gauge}{self._labels} {number}\n"
+        pending.prepare(self._path, "".join(lines.values()).encode(), mode=0o644, durable=False).commit()
+
+
+def totals(opt: Any) -> dict[str, int]:
+    """Return what a training has counted so far, as numbers for a callback.
+
+    Args:
+        opt: a ``DistOpt``, a ``Trainer``, a ``LocalSteps``, or what ``distopt.torch`` has returned.
+
+    Returns:
+        ``updates``; ``skipped``, calls that were dropped as they were not finite; ``ranks``; ``lost``, ranks that this
+        one has seen lost in an elastic job; and with a ``Metered`` communicator, of all steps, ``payload`` and
+        ``wire``, the bytes that this rank has handed over and sent.
+
+    Example:
+        >>> import distopt
+        >>> from distopt.monitor import totals
+        >>> opt = distopt.DistOpt(communicator=distopt.comm.Metered(distopt.comm.LocalCommunicator()))
+        >>> totals(opt)
+        {'updates': 0, 'skipped': 0, 'ranks': 1, 'lost': 0, 'payload': 0, 'wire': 0}
+    """
+    comm, found = opt.communicator, {"updates": opt.step_counter, "skipped": getattr(opt, "skipped", 0)}
+    found |= {"ranks": comm.ranks.size, "lost": comm.membership.losses if comm.membership else 0}
+    if isinstance(comm, Metered):
+        sums = comm.ledger.total_of_steps()
+        found |= {"payload": sums["payload"], "wire": sums["sent"]}
+    return found
 
 
 class TensorBoard:
