@@ -7,7 +7,6 @@ stopped.  Here alone phases are named.
 import atexit
 import contextlib
 import functools
-import importlib
 import inspect
 import itertools
 import os
@@ -25,6 +24,7 @@ from distopt.comm import Communicator
 from distopt.comm.control import ControlChannel
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.shards import ShardCodec
+from distopt.device import nvtx
 from distopt.engine.bucket_store import BucketStore
 from distopt.exchange import shared_memory
 from distopt.optim.adapters import OptimizerAdapter
@@ -32,14 +32,7 @@ from distopt.resilience import flight_recorder
 from distopt.resilience.operation_log import Range, recorder
 
 VARIABLE = "DISTOPT_PROFILE"
-PROFILES = ("", "flight", "nvtx")
 WANTED = os.environ.get(VARIABLE, "")
-# What pushes and pops a range, of packages that a script may have imported.
-NVTX = (
-    ("nvtx", "nvtx", "push_range", "pop_range"),
-    ("cupy", "cupy.cuda.nvtx", "RangePush", "RangePop"),
-    ("torch", "torch.cuda.nvtx", "range_push", "range_pop"),
-)
 
 Of = tuple[int | None, int]  # the bucket, and the bytes of this rank's arrays, as a ledger counts them
 
@@ -52,8 +45,8 @@ def _of_bucket(store: BucketStore, bucket: Bucket, *_: Any, **__: Any) -> Of:
     return bucket.number, bucket.gradient.nbytes
 
 
-def _of_call(_: Any, x: np.ndarray, *rest: Any, **__: Any) -> Of:
-    context = next(item for item in rest if isinstance(item, ExchangeContext))
+def _of_call(_: Any, x: np.ndarray, *rest: Any, **named: Any) -> Of:
+    context = next(item for item in (*rest, *named.values()) if isinstance(item, ExchangeContext))
     return context.bucket.number, x.nbytes
 
 
@@ -61,7 +54,8 @@ def _of_update(_: Any, buckets: Iterable[Bucket], *__: Any, **___: Any) -> Of:
     return None, sum(bucket.gradient.nbytes for bucket in buckets)
 
 
-def _of_message(comm: Communicator, x: Any, *rest: Any, **__: Any) -> Of:
+def _of_message(comm: Communicator, *arguments: Any, **named: Any) -> Of:
+    x, *rest = *arguments, *named.values()
     if isinstance(x, str):  # `exchange_in_phases` has a verb, and then the parts
         x = rest[0][comm.rank] if x == "all_gather" else rest[0]
     nbytes = sum(part.nbytes for part in x) if isinstance(x, list | tuple) else getattr(x, "nbytes", 8)
@@ -99,20 +93,10 @@ def follow(rank: int) -> None:
 
 def check() -> None:
     """Raise ValueError if ``DISTOPT_PROFILE`` asks for what there is not."""
-    if WANTED not in PROFILES:
+    if WANTED not in ("", "flight", "nvtx"):
         raise ValueError(f"{VARIABLE} must be one of flight, nvtx, got {WANTED!r}")
     if WANTED == "nvtx":
-        _nvtx()
-
-
-@functools.cache
-def _nvtx() -> tuple[Callable[[str], Any], Callable[[], Any]]:
-    for package, module, push, pop in NVTX:
-        found = sys.modules.get(package)
-        if found and (package != "torch" or found.version.cuda):
-            ranges = importlib.import_module(module)
-            return getattr(ranges, push), getattr(ranges, pop)
-    raise ValueError(f"{VARIABLE}=nvtx must find nvtx, cupy or torch with CUDA imported before, got none of them")
+        nvtx.push_and_pop()
 
 
 def _switch(on: bool, rank: int) -> None:
@@ -171,7 +155,7 @@ def _range(phase: str, bucket: int | None, nbytes: int) -> Iterator[None]:
         if torch and torch._is_profiler_enabled:
             ranges.enter_context(torch.record_function(text))
         if WANTED == "nvtx":
-            push, pop = _nvtx()
+            push, pop = nvtx.push_and_pop()
             push(text)
             ranges.callback(pop)
         began = monotonic()

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from distopt.cli import main
 from distopt.comm import Metered, run_ranks
 from distopt.comm.threads import ThreadCommunicator
 from distopt.compress import Dense, ErrorFeedback, Half, Int8, Packed, TopK
+from distopt.device import nvtx
 from distopt.engine import phases
 from distopt.optim import SGD
 from distopt.resilience import flight_recorder
@@ -40,6 +42,13 @@ def profile(monkeypatch):
     phases.WANTED = ""
     phases.follow(0)
     recorder.ranges.clear()
+
+
+@pytest.fixture
+def no_nvtx():
+    nvtx.push_and_pop.cache_clear()
+    yield
+    nvtx.push_and_pop.cache_clear()
 
 
 def train(comm, modes, deterministic=False):
@@ -122,24 +131,23 @@ def test_a_phase_that_raises_ends_its_range(profile):
     phases.follow(0)
     with pytest.raises(ValueError, match="parts must be 1"):
         distopt.comm.LocalCommunicator().all_to_all([])
-    distopt.comm.LocalCommunicator().all_reduce(np.ones(3))
+    distopt.comm.LocalCommunicator().all_to_all(parts=[np.ones(3)])
     assert [r.bytes for r in of("exchange")] == [0, 24]
 
 
 @pytest.mark.parametrize("wanted", ["1", "nvtx"])
-def test_what_is_not_there_is_refused_before_the_first_step(monkeypatch, wanted):
+def test_what_is_not_there_is_refused_before_the_first_step(no_nvtx, monkeypatch, wanted):
     monkeypatch.setattr(phases, "WANTED", wanted)
-    monkeypatch.setattr(phases, "NVTX", ())
-    with pytest.raises(
-        ValueError, match=r"DISTOPT_PROFILE must be one of|DISTOPT_PROFILE=nvtx must find nvtx, cupy or"
-    ):
+    monkeypatch.setattr(nvtx, "PACKAGES", ())
+    with pytest.raises(ValueError, match=r"DISTOPT_PROFILE must be one of|nvtx, cupy, or a torch with CUDA must be"):
         distopt.DistOpt(SGD(0.1), distopt.comm.LocalCommunicator())
 
 
-def test_nvtx_is_pushed_and_popped(profile, monkeypatch):
+def test_nvtx_is_pushed_and_popped(profile, no_nvtx, monkeypatch):
     calls = []
     monkeypatch.setattr(phases, "WANTED", "nvtx")
-    monkeypatch.setattr(phases, "_nvtx", lambda: (calls.append, lambda: calls.append("pop")))
+    monkeypatch.setattr(nvtx, "PACKAGES", [("ours", "ours", "push", "pop")])
+    monkeypatch.setitem(sys.modules, "ours", SimpleNamespace(push=calls.append, pop=lambda: calls.append("pop")))
     phases.follow(0)
     distopt.comm.LocalCommunicator().all_reduce(np.ones(3))
     assert calls == ["distopt exchange, 24 bytes", "pop"]
