@@ -154,7 +154,7 @@ class Prometheus:
 
     Example:
         >>> import pathlib, tempfile
-        >>> from distopt.experiment import Prometheus
+        >>> from distopt.monitor import Prometheus
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder) / "rank0.prom"
         ...     Prometheus(path, rank="0")(10, {"loss": 0.25})
