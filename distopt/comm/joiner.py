@@ -1,6 +1,6 @@
 """Communicator of a process that waits until the ranks of a job admit it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from distopt.comm.communicator import Communicator
 from distopt.comm.local import LocalCommunicator
@@ -16,12 +16,19 @@ class Joiner(LocalCommunicator):
 
     outside = True
 
-    def __init__(self, enter: Callable[[str], tuple[Communicator, list[str]]], rank_ordered: bool, reason: str = ""):
+    def __init__(
+        self,
+        enter: Callable[[str], tuple[Communicator, list[str]]],
+        rank_ordered: bool,
+        reason: str = "",
+        hosts: Sequence[int] = (),
+    ):
         super().__init__(reason)
         # enter: is given a text for the others; waits until they admit this process, and returns a communicator of all,
         # and a text of each
         # rank_ordered: whether that one adds in rank order, which a script may ask before it is let in
-        self._enter, self.rank_ordered = enter, rank_ordered
+        # hosts: two, where the others sit on several machines: what a step does by itself depends on that
+        self._enter, self.rank_ordered, self._hosts = enter, rank_ordered, hosts
 
     def make_duplicate(self) -> Communicator:
         return Joiner(self._enter, self.rank_ordered, self.reason)

@@ -77,8 +77,7 @@ class RankListener:
             )
             missing = sorted(set(range(1, self._size)) - {rank for rank, _ in self._connected})
             self._closed = True
-        self._wake.close()
-        self._thread.join()
+        self.close()
         if missing and not self._problem:
             names = f"{self._words.one}{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             self._problem = f"{names} of {self._size} did not come within {self._patience:g} s: see what they printed"
@@ -89,6 +88,21 @@ class RankListener:
         if self._problem:
             raise agreed(RuntimeError(self._problem), speaks=True)
         return dict(sorted(self._connected))
+
+    def comers(self) -> list[tuple[int, Connection]]:
+        """Return the ranks that have come since the last call, and their connections."""
+        with self._changed:
+            (come, self._connected), (problem, self._problem) = (self._connected, []), (self._problem, "")
+        for _, line in come:
+            with contextlib.suppress(OSError):
+                line.send_bytes(REFUSED + problem.encode() if problem else ACCEPTED)
+        return [] if problem else come
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._closed = True
+        self._wake.close()
+        self._thread.join()
 
     def _listen(self) -> None:
         with self._listener, self._woken:
@@ -162,8 +176,8 @@ def connect(address: Address, key: bytes, rank: int, size: int, deadline: float)
                 return line, line.recv_bytes()
         except AssertionError as error:
             raise AuthenticationError(str(error)) from None
-        except (EOFError, OSError):  # rank 0 does not listen yet, its queue is full, or it took too long
-            time.sleep(0.02)
+        except (EOFError, OSError):  # rank 0 does not listen yet, its queue is full, its machine has no name so far
+            time.sleep(0.02 if isinstance(address, str) else TICK)
         if time.monotonic() > deadline:
             raise TimeoutError
 

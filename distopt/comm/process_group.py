@@ -34,7 +34,7 @@ from distopt.comm.shared_memory import SharingCommunicator
 from distopt.comm.sockets import watch
 from distopt.resilience import job
 from distopt.resilience.abort import abort_on_exception
-from distopt.resilience.environment import torchs
+from distopt.resilience.environment import ADDRESS, torchs
 from distopt.resilience.membership import LauncherLink, line
 from distopt.resilience.operation_log import OperationLog, meeting_of, recorder
 from distopt.resilience.report import names
@@ -428,7 +428,8 @@ class ProcessGroupCommunicator(SharingCommunicator):
             # the others let it in between two steps, however long these are
             return comm, comm._enter(launcher, "world", text, reason, admit=True, limited=False)
 
-        return Joiner(enter, cls.rank_ordered, reason)
+        far = os.environ.get(ADDRESS, LOOPBACK) != LOOPBACK
+        return Joiner(enter, cls.rank_ordered, reason, (0, 1) if far else ())
 
     def _forget(self) -> None:
         """Say no farewell on this communicator."""

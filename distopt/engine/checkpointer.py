@@ -83,7 +83,7 @@ class Checkpointer:
         self.training.check()
         place = Path(path)
         place.mkdir(parents=True, exist_ok=True)
-        if self._comm.rank:
+        if self._comm.rank or self._comm.outside:  # of a job that it joins later, another one has the lock
             return
         held = lock.hold(place)
         if held:

@@ -3,7 +3,8 @@
 Node 0's launcher knows all ranks: who is a member of what, who has ended and why.  The launcher of each other node has
 one connection to it, over which it passes on what its ranks say, and the marks that they leave.  When the connection
 ends, or its machine gives no sign of life for ``SILENCE``, all ranks of that node are lost; and that node's
-launcher ends them, so that none of them wakes up in a job that has gone on.
+launcher ends them, so that none of them wakes up in a job that has gone on.  A launcher that comes with that node's
+number later brings other ranks, which wait to be let in.
 """
 
 import contextlib
@@ -11,9 +12,10 @@ import hashlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,8 +25,10 @@ from distopt.comm.keepalive import keep_alive
 from distopt.comm.launchers import LOOPBACK, meeting
 from distopt.comm.listener import ACCEPTED, TIMEVAL, RankListener, Words, connect
 from distopt.resilience import job
-from distopt.resilience.environment import ADDRESS
+from distopt.resilience.environment import ADDRESS, JOINS
+from distopt.resilience.report import names
 from distopt.resilience.signals import Requests
+from distopt.resilience.timeouts import Limits, limits
 from distopt.run.exit_watch import End
 from distopt.run.processes import END_SECONDS, POLL_SECONDS, handling_signals, say
 from distopt.run.rendezvous import Rendezvous
@@ -36,7 +40,7 @@ SECRET = "DISTOPT_SECRET"
 # the time anew.
 SILENCE = 3
 GRACE = 5  # seconds for another launcher to read what it is sent
-PATIENCE = 60.0  # seconds for all nodes to come
+QUIET = 10.0  # seconds until a launcher says that it waits for others
 NODES = Words("node", "--node ", "--nodes ")
 KILLED = 137  # exit code of a rank that was lost with its machine
 
@@ -117,8 +121,10 @@ def key() -> bytes:
 class Node:
     """What node 0 knows of the ranks of another node."""
 
-    def __init__(self, number: int, link: NodeLink, ranks: range):
-        self.number, self.link, self.ranks = number, link, ranks
+    def __init__(self, number: int, link: NodeLink, first: int):
+        # first: the number of the first of its ranks
+        self.number, self.link = number, link
+        self.ranks = ranks = range(first, first + (link.receive() or {"ranks": 0})["ranks"])
         # marks of its ranks, as far as they have come; their process ids mean nothing here
         self.marks = {rank: job.Rank(rank, 0, {}, 0, "", "") for rank in ranks}
         # ended: the ends of its ranks, in this order
@@ -154,21 +160,52 @@ class Node:
                     tell(rank, None)
 
 
+def patience() -> float:
+    """Return the seconds in which all nodes are to come."""
+    return (limits() or Limits()).first
+
+
+@contextlib.contextmanager
+def waiting_for(whom: str) -> Iterator[None]:
+    """A context in which this process waits for others: it says so after a while, and ends when it is asked to."""
+    timer = threading.Timer(QUIET, say, [f"waits for {whom}"])
+    timer.start()
+    try:
+        # The first process of a container is deaf to signals that it has no function for.
+        with handling_signals(lambda number: sys.exit(128 + number)):
+            yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def listen(at: Place) -> RankListener:
+    """Listen for the launchers of other nodes, as soon as this machine's name is known."""
+    deadline = time.monotonic() + patience()
+    while True:
+        try:
+            address = socket.gethostbyname(at.host)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"--at: {at.host} has no address after {patience():g} s: {error}") from None
+            time.sleep(POLL_SECONDS)
+    # all, where this machine's name is known to itself alone
+    address = "" if address.startswith("127.") and address != LOOPBACK else address
+    return RankListener((address, at.port), key(), at.nodes, patience(), NODES)
+
+
 def meet(at: Place, ranks: int) -> list[Node]:
     """Wait for all other nodes, and tell them the numbers of their ranks, which follow the ``ranks`` of node 0."""
     # Raises RuntimeError if nodes are missing, or two have one number.
-    address = socket.gethostbyname(at.host)
-    # all, where this machine's name is known to itself alone
-    address = "" if address.startswith("127.") and address != LOOPBACK else address
-    listener = RankListener((address, at.port), key(), at.nodes, PATIENCE, NODES)
     others, first = [], ranks
-    for number, line in listener.connections(time.monotonic() + PATIENCE).items():
-        link = NodeLink(line)
-        count = (link.receive() or {"ranks": 0})["ranks"]
-        others.append(Node(number, link, range(first, first + count)))
-        first += count
+    with waiting_for(f"the launchers of {at.nodes} nodes at {at.host}:{at.port}"):
+        come = listen(at).connections(time.monotonic() + patience())
+    for number, line in come.items():
+        others.append(Node(number, NodeLink(line), first))
+        first += len(others[-1].ranks)
     for node in others:
-        node.link.send(first=node.ranks.start)
+        node.link.send(first=node.ranks.start, joins=False)
     return others
 
 
@@ -185,20 +222,39 @@ class Members(Children):
         folder: Path,
         nodes: Sequence[Node] = (),
         warm: bool = False,
+        at: Place | None = None,
     ):
-        self._nodes = nodes  # whose launchers start ranks of this job too
+        # at: where other nodes find this one; None if it is alone
+        self._nodes = list(nodes)  # whose launchers start ranks of this job too
         self._count = ranks + sum(len(node.ranks) for node in nodes)
         self._rendezvous = Rendezvous(range(self._count), self._send, folder, self._count)
         self._order: list[int] = []  # in which ranks ended, as far as it is known here
         env = {**env, ADDRESS: nodes[0].link.address if nodes else LOOPBACK}
         super().__init__(command, env, range(ranks), folder, self._rendezvous.hear, warm)
         self.lines.start()
-        self._threads = [
-            threading.Thread(target=node.hear, args=[self._rendezvous.hear], name=f"node {node.number}", daemon=True)
-            for node in nodes
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [self._hear(node) for node in nodes]
+        self._door = listen(at) if at else None  # for those that come in the place of lost ones
+
+    def _hear(self, node: Node) -> threading.Thread:
+        thread = threading.Thread(target=node.hear, args=[self._rendezvous.hear], name=f"node {node.number}")
+        thread.daemon = True
+        thread.start()
+        return thread
+
+    def look(self, seconds: float) -> list[job.Rank]:
+        for number, line in self._door.comers() if self._door else ():
+            for before in self._nodes:
+                if before.number == number:
+                    before.link.shut()
+            node = Node(number, NodeLink(line), self._count)
+            self._count += len(node.ranks)
+            for rank in node.ranks:
+                self._rendezvous.add(rank)
+            node.link.send(first=node.ranks.start, joins=True)
+            say(f"node {number} has come again, with {names(node.ranks)}")
+            self._nodes.append(node)
+            self._threads.append(self._hear(node))
+        return super().look(seconds)
 
     def _node(self, rank: int) -> Node | None:
         """Return the node of a rank; None for this one."""
@@ -272,6 +328,8 @@ class Members(Children):
 
     def close(self, code: int = 0) -> None:
         super().close(code)
+        if self._door:
+            self._door.close()
         for node in self._nodes:
             node.link.send(over=code)
         for node, thread in zip(self._nodes, self._threads, strict=True):
@@ -284,11 +342,11 @@ class Agent:
 
     def __init__(self, at: Place, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path):
         # Raises RuntimeError if node 0 does not come, or refuses.
-        host = socket.gethostbyname(at.host)
         try:
-            line, answer = connect((host, at.port), key(), at.node, at.nodes, time.monotonic() + PATIENCE)
+            with waiting_for(f"node 0 at {at.host}:{at.port}"):
+                line, answer = connect((at.host, at.port), key(), at.node, at.nodes, time.monotonic() + patience())
         except TimeoutError:
-            raise RuntimeError(f"node 0 did not come to {at.host}:{at.port} within {PATIENCE:g} s") from None
+            raise RuntimeError(f"node 0 did not come to {at.host}:{at.port} within {patience():g} s") from None
         except AuthenticationError:
             raise RuntimeError(f"who listens at {at.host}:{at.port} has not the same {SECRET}") from None
         if answer[:1] != ACCEPTED:
@@ -301,7 +359,7 @@ class Agent:
         self._first = heard["first"]  # the number of the first of its ranks
         self._children = Children(
             command,
-            {**env, ADDRESS: self._link.address},
+            {**env, ADDRESS: self._link.address, JOINS: "1" * heard["joins"]},
             range(self._first, self._first + ranks),
             folder,
             lambda member, message: self._link.send(of=member, message=message),

@@ -188,7 +188,7 @@ def start_elastic(args: argparse.Namespace) -> int:
                 (folder / job.REQUESTS).mkdir()
             started = Launched(launcher.command(ranks, *ULFM), command, env, ranks, folder)
         else:
-            started = Members(command, env, ranks, folder, nodes, args.restarts + args.spares > 0)
+            started = Members(command, env, ranks, folder, nodes, args.restarts + args.spares > 0, at)
         size = ranks + sum(len(node.ranks) for node in nodes)
         most = math.inf if args.logical is None else args.logical
         supervisor = Supervisor(started, size, True, args.restarts, args.spares, most)
