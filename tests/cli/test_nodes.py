@@ -129,6 +129,32 @@ class TestJobs:
         ]
         assert all_gone(pids)
 
+    def test_ranks_of_a_launcher_that_comes_again_are_let_in(self, start):
+        """Also where the first one with its number still runs: it is given up."""
+        first, second = start(
+            "joins = os.environ.get('DISTOPT_JOINS') == '1'\nmeet() if not joins else None\nsteps(1, 5)\n"
+            "if me < 2: line.wait(lambda: len(line.lost(range(4))) == 2, 20)\n"
+            "if me in (2, 3): time.sleep(60)\n"
+            "def enter(): return line.ask('world', f'I am {me}', lets_in=True).members\n"
+            "members = enter()\n"
+            "while members != [0, 1, 4, 5]: steps(6, 7); members = enter()\n"
+            "print('all', members, flush=True)"
+        )
+        while "epoch" not in second.stdout.readline():
+            pass
+        again = subprocess.Popen(
+            second.args,
+            env={**os.environ, "OMP_NUM_THREADS": "1", nodes.SECRET: "s"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        outputs = [launcher.communicate(timeout=40)[0] for launcher in (first, again, second)]
+        assert (first.returncode, again.returncode, second.returncode) == (0, 0, 1), outputs
+        assert [output.count("all [0, 1, 4, 5]") for output in outputs] == [2, 2, 0], outputs
+        assert "node 1 has come again, with ranks 4, 5" in told(outputs[0])
+        assert told(outputs[2]) == ["node 0 cannot be reached; ended the ranks of this node"]
+
     def test_when_the_launcher_of_node_0_ends_all_end(self, start):
         first, second = start("print('pid', os.getpid(), flush=True); meet(); time.sleep(60)")
         pids = [int(launcher.stdout.readline().split()[-1]) for launcher in (first, second) for _ in range(2)]
@@ -181,6 +207,28 @@ class TestJobs:
 def test_a_place_must_fit(given, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         place(*given, {nodes.SECRET: "s"})
+
+
+def test_a_name_may_come_to_be_known_later(monkeypatch):
+    """And not for ever."""
+    monkeypatch.setenv(nodes.SECRET, "s")
+    monkeypatch.setenv("DISTOPT_TIMEOUT", "20")
+    answers = iter([socket.gaierror(-2, "Name or service not known"), "127.0.0.1"])
+
+    def known(host):
+        if isinstance(answer := next(answers), OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(socket, "gethostbyname", known)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nodes.listen(Place(2, 0, "later.example", port)).close()
+
+    monkeypatch.undo()
+    monkeypatch.setenv("DISTOPT_TIMEOUT", "0.01")
+    with pytest.raises(RuntimeError, match=r"--at: never.invalid has no address after 0.01 s: "):
+        nodes.listen(Place(2, 0, "never.invalid", port))
 
 
 def test_a_secret_is_needed():
