@@ -40,6 +40,7 @@ SECRET = "DISTOPT_SECRET"
 # the time anew.
 SILENCE = 3
 GRACE = 5  # seconds for another launcher to read what it is sent
+LEAST = 60.0  # seconds for all nodes to come, where ranks wait for a shorter time
 QUIET = 10.0  # seconds until a launcher says that it waits for others
 NODES = Words("node", "--node ", "--nodes ")
 KILLED = 137  # exit code of a rank that was lost with its machine
@@ -162,7 +163,7 @@ class Node:
 
 def patience() -> float:
     """Return the seconds in which all nodes are to come."""
-    return (limits() or Limits()).first
+    return max(LEAST, (limits() or Limits()).first)
 
 
 @contextlib.contextmanager
