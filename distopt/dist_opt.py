@@ -52,8 +52,9 @@ class DistOpt(SingaModes, SingaVerbs, Checkpointed):
 
     Args:
         opt: None (a new ``SGD()``), any object with ``apply(name, value, grad)`` and ``step()``, or with
-            ``update(param, grad)``, or an optimizer of ``torch.optim``, or one with the same methods and
-            ``param_groups``.  distopt's own optimizers take the sum of a whole bucket in one kernel call.
+            ``update(param, grad)``; an optimizer of ``torch.optim``, or one with the same methods and ``param_groups``;
+            or a transformation of optax, with ``init`` and ``update``.  distopt's own optimizers take the sum of a
+            whole bucket in one kernel call.
         communicator: the ranks; None for ``distopt.world()``, in ``run_ranks`` that of the thread.
         params: a PyTorch model, or an iterable of tensors or (name, tensor) pairs, which are updated where they are; by
             default those of an optimizer of ``torch.optim``.  Rank 0's are sent to all ranks at once, which is

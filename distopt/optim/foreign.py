@@ -1,4 +1,4 @@
-"""Foreign optimizers, of other libraries: how they are called, and adapters to write for those without a method."""
+"""Foreign optimizers, of other libraries: how they are called."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -9,16 +9,6 @@ from distopt.device import describe
 # the methods and their arguments
 PROTOCOLS = {"apply": ("name", "value", "grad"), "update": ("param", "grad")}
 WANTED = "opt must be an object with apply(name, value, grad) or update(param, grad)"
-WRAP_OPTAX = """
-    class Optax:
-        def __init__(self, transformation):
-            self.transformation, self.states = transformation, {}
-        def apply(self, name, value, grad):
-            if name not in self.states:
-                self.states[name] = self.transformation.init(value)
-            change, self.states[name] = self.transformation.update(grad, self.states[name], value)
-            value += np.asarray(change)
-"""
 
 
 # what every optimizer of torch has
@@ -30,6 +20,12 @@ def is_torchs(opt: Any) -> bool:
     return any(c.__module__.startswith("torch.optim") for c in type(opt).__mro__) or (
         not isinstance(opt, type) and all(hasattr(opt, name) for name in TORCHS)
     )
+
+
+def is_transformation(opt: Any) -> bool:
+    """Tell if an optimizer is a transformation of optax, which has ``init`` and ``update(grads, state, params)``."""
+    init, update = (getattr(opt, name, None) for name in ("init", "update"))
+    return callable(init) and callable(update) and _takes(init, 1) and _takes(update, 3)
 
 
 def refuse_closure(opt: Any) -> None:
@@ -49,8 +45,8 @@ def call_style(opt: Any) -> str:
         raise TypeError(f"{WANTED}, got the class {opt.__name__}; make an instance of it")
     if isinstance(opt, Mapping):
         raise TypeError(f"{WANTED}, got a dict; its entries are arguments, as in SGD(**options)")
-    if isinstance(opt, tuple) and {"init", "update"} <= set(getattr(opt, "_fields", ())):
-        raise TypeError(f"{WANTED}, got the optax transformation {type(opt).__name__}; wrap it in{WRAP_OPTAX}")
+    if is_transformation(opt):
+        raise TypeError(f"{WANTED}, got the optax transformation {type(opt).__name__}; give it to DistOpt itself")
     methods = {name: getattr(opt, name) for name in PROTOCOLS if callable(getattr(opt, name, None))}
     for name, method in methods.items():
         if _takes(method, len(PROTOCOLS[name])):

@@ -3,7 +3,6 @@
 import collections
 import subprocess
 import sys
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -16,7 +15,6 @@ from distopt import DistOpt, Parameter, checkpoint, cli, run_ranks
 from distopt.checkpoint import CheckpointError, file, head
 from distopt.comm import LocalCommunicator
 from distopt.optim import SGD
-from launch import TESTS, finish
 
 EXTRA = 64 << 20  # bytes that reading may take beyond what grows with the file
 
@@ -197,59 +195,6 @@ def test_another_number_of_ranks_resumes_from_the_average_of_any_tree(tmp_path):
     for name, mu in found.mu.items():
         np.testing.assert_allclose(mu, (states[0].mu[name] + states[1].mu[name]) / 2, rtol=0, atol=1e-7)
         assert mu.size == 0 or (states[0].mu[name] != states[1].mu[name]).any()
-
-
-OPTAX = """
-import sys
-import jax, numpy as np, optax
-import laws
-from distopt import DistOpt, Parameter
-from distopt.comm import LocalCommunicator
-
-class Optax:
-    def __init__(self):
-        self.made, self.state = optax.adamw(optax.linear_schedule(0.1, 0.01, 10)), None
-        self.grads, self.params = {}, {}
-
-    def apply(self, name, value, grad):
-        self.params[name], self.grads[name] = value, grad.copy()
-
-    def step(self):
-        state = self.made.init(self.params) if self.state is None else self.state
-        updates, self.state = jax.jit(self.made.update)(self.grads, state, self.params)
-        for name, value in self.params.items():
-            value += np.asarray(updates[name])
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-def made():
-    return [Parameter(n, np.ones(3, "f4")) for n in "ab"], DistOpt(Optax(), LocalCommunicator())
-
-def train(params, opt, steps):
-    for _ in steps:
-        opt([(p, p.data + np.arange(3, dtype="f4")) for p in params])
-
-expected, whole = made()
-train(expected, whole, range(4))
-params, opt = made()
-train(params, opt, range(2))
-opt.save(sys.argv[1], params)
-params, opt = made()
-opt.load(sys.argv[1], params)
-train(params, opt, range(2))
-assert laws.digest(params) == laws.digest(expected)
-"""
-
-
-@pytest.mark.torch
-@pytest.mark.skipif(find_spec("optax") is None, reason="optax is missing: pip install optax")
-def test_optax_goes_on_to_the_same_bits(tmp_path):
-    code, output = finish([sys.executable, "-c", OPTAX, tmp_path], 200, env={"PYTHONPATH": str(TESTS)})
-    assert code == 0, output
 
 
 # ------------------------------------------------------------------------------------------------- torch

@@ -1,6 +1,5 @@
 """Custom optimizers: which are accepted, and the errors of those that would train nothing."""
 
-import re
 import warnings
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from distopt import DistOpt, Parameter, Trainer
 from distopt.optim import SGD, Adam, AdamW, BatchGradients, LarsWrapper, RMSProp
 from distopt.optim.adapters import ParamAdapter, SingaAdapter, adapt
-from distopt.optim.foreign import WRAP_OPTAX, call_style
+from distopt.optim.foreign import call_style
 
 
 def two(dtype=np.float32):
@@ -186,29 +185,3 @@ def test_step_without_a_loss_needs_an_update_by_hand_since_the_last_step():
 def test_options_of_other_libraries_are_translated_in_the_error(make, text):
     with pytest.raises(TypeError, match=text):
         make()
-
-
-# ---------------------------------------------------------------------------------------------------- torch and optax
-
-
-def wrapper(text, **names):
-    """The class that the text of an error has the lines of."""
-    exec(re.sub(r"^    ", "", text, flags=re.MULTILINE), names)
-    return next(thing for thing in names.values() if isinstance(thing, type))
-
-
-@pytest.mark.torch
-def test_optax_transformations_are_refused_with_the_lines_that_wrap_them():
-    optax = pytest.importorskip("optax", reason="optax is missing: pip install optax")
-    with pytest.raises(TypeError, match=r"got the optax transformation .*; wrap it in\n    class Optax"):
-        DistOpt(optax.adam(0.1))
-    params, opt = two(), DistOpt(wrapper(WRAP_OPTAX, np=np)(optax.adam(0.1)))
-    expected, state = {p.name: p.data.copy() for p in params}, None
-    for k in range(3):
-        opt(pairs(params, k + 1.0))
-        state = optax.adam(0.1).init(expected) if state is None else state
-        grads = {name: np.full(4, k + 1.0, np.float32) for name in expected}
-        change, state = optax.adam(0.1).update(grads, state, expected)
-        expected = optax.apply_updates(expected, change)
-    for p in params:
-        np.testing.assert_allclose(p.data, expected[p.name], rtol=1e-6)

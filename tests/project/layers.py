@@ -30,7 +30,7 @@ HEAVY = {
         *("torch/local_steps.py", "torch/model.py", "torch/rank_buffers.py", "torch/rank_passes.py", "torch/state.py"),
         *("torch/synchronize.py", "torch/tensors.py"),
     },
-    "jax": {"jax/trees.py"},
+    "jax": {"jax/trees.py", "optim/adapters/optax.py"},
     "matplotlib": {"lab/commands/plotting.py"},
 }
 DOORS = {"cost", "experiment", "fit", "monitor", "volume"}  # public names of modules of lab/, as __init__ has others

@@ -4,7 +4,7 @@ from distopt.optim.adapters.base import OptimizerAdapter
 from distopt.optim.adapters.fused import FusedAdapter
 from distopt.optim.adapters.param import ParamAdapter
 from distopt.optim.adapters.singa import SingaAdapter
-from distopt.optim.foreign import call_style, is_torchs, refuse_closure
+from distopt.optim.foreign import call_style, is_torchs, is_transformation, refuse_closure
 from distopt.optim.optimizer import Optimizer
 
 
@@ -17,6 +17,10 @@ def adapt(opt: object) -> OptimizerAdapter:
         from distopt.torch.adapter import TorchAdapter
 
         return TorchAdapter(opt)
+    if is_transformation(opt):
+        from distopt.optim.adapters.optax import OptaxAdapter
+
+        return OptaxAdapter(opt)
     method = call_style(opt)
     if isinstance(opt, Optimizer):
         return FusedAdapter(opt)
