@@ -1,0 +1,18 @@
+"""Optimizers of torch, and of packages for it: docs/guides/optimizers_table.md says what is."""
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
+import any_optimizer
+
+pytestmark = pytest.mark.torch
+FULL = [pytest.param(package, marks=pytest.mark.full) for package in any_optimizer.PACKAGES if package != "torch"]
+
+
+@pytest.mark.parametrize("package", ["torch", *FULL])
+def test_the_table_is_true(package, tmp_path):
+    pytest.importorskip(package, reason=f"{package} is missing: pip install {package.replace('_', '-')}")
+    rows = dict(any_optimizer.rows_of(package, None, tmp_path))
+    page = any_optimizer.TABLE.read_text().splitlines()
+    for line in any_optimizer.lines_of(package, rows):
+        assert line in page, rows
