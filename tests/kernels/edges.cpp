@@ -5,6 +5,7 @@
 #include "blocks.cu"
 #include "cast.cu"
 #include "codec.cu"
+#include "dct.cu"
 #include "dgc.cu"
 #include "exact.cu"
 #include "lamb.cu"
@@ -17,6 +18,8 @@
 #include "reduce.cu"
 #include "rmsprop.cu"
 #include "sgd.cu"
+#include "share.cu"
+#include "signum.cu"
 #include "sparse.cu"
 #include "topk_host.cu"
 
@@ -61,6 +64,8 @@ int main() {
   const Lans lans = {plain, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1e-6, 0, 10};
   const Lbsgd lbsgd = {plain, 0.5, 0.9, 2};
   const Muon muon = {plain, 0.9, 0.1};
+  const Signum signum = {plain, 0.9};
+  const long long refused = 1;
   for (long long format : {WIDE, HALF, BFLOAT16}) {
     std::vector<std::vector<half_t>> narrow;
     for (Member &m : rows) {
@@ -90,6 +95,9 @@ int main() {
     for (long long nesterov = 0; nesterov < 2; ++nesterov)
       muon_average_float(table, flat.data(), state.data(), second.data(), nesterov, pieces.data(), &muon, nullptr);
     muon_float(table, second.data(), 1.5, &muon, nullptr);
+    sign_descent_float(table, flat.data(), &plain, nullptr);
+    signum_float(table, flat.data(), state.data(), &signum, nullptr);
+    overwrite_float(table, flat.data(), 0.5, &refused);
   }
   const real *const parts[] = {flat.data(), peer.data()};
   real *const totals[] = {peer.data(), flat.data()};
@@ -134,6 +142,25 @@ int main() {
     count_nonfinite_float(n, x.data(), 1, &found);
     count_above_float(n, x.data(), 1, &found, 5);
     sum_counts_float(1, bad.data(), 1, &found);
+    std::fill(x.begin(), x.end(), (real)0.5);
+    std::vector<double> exact(n);
+    std::vector<single_t> magnitudes((n + CHUNK - 1) / CHUNK);
+    largest_magnitudes_float(n, x.data(), magnitudes.size(), magnitudes.data());
+    for (int k = 0; k < 3; ++k)
+      add_on_grid_float(n, x.data(), exact.data(), magnitudes.size(), magnitudes.data(), 2);
+    round_sums_float(n, exact.data(), y.data());
+    for (real one : y) bad[0] += one != (real)1.5;
+    for (long long every : {1, 3})  // what is taken is put back
+      for (long long format : {WIDE, HALF, BFLOAT16}) {
+        const long long blocks = (n + every - 1) / every, size[] = {n};
+        void *const stored = format == WIDE ? (void *)x.data() : half.data();
+        const Member shared = {stored, y.data(), 0, blocks, 0, format, format == HALF, 1.0, 1.0, 1.0};
+        const Table cut = {&shared, 1, 0, (blocks + CHUNK - 1) / CHUNK};
+        std::vector<real> taken(blocks);
+        take_share_float(cut, taken.data(), size, every, every - 1, 1234567890123);
+        put_share_float(cut, taken.data(), size, every, every - 1, 1234567890123, 1, nullptr);
+      }
+    for (long long i = 0; i < n; ++i) bad[0] += x[i] != (real)0.5 || y[i] != (real)1.5;
 
     const long long k = (n + 1) / 2, room = n + CHUNK, whole[] = {0}, size[] = {n}, count[] = {k}, all[] = {0, n};
     std::vector<int> index(k), candidate(room);
@@ -152,6 +179,9 @@ int main() {
     const real *const values[] = {entry.data(), large.data()};
     const long long lengths[] = {k, 0};
     decode_all_float(n, y.data(), 2, places, values, lengths);
+    const long long zeros[] = {0, 1};
+    divide_by_senders_float(n, y.data(), 2, places, values, lengths, zeros, 2);
+    for (long long i = 0; i < n; ++i) bad[0] += y[i] != (i < k ? 2 : 0);
 
     std::vector<byte_t> two((n + 3) / 4), one(4 + (n + 7) / 8);
     const byte_t *const twice[] = {two.data(), two.data()}, *const once[] = {one.data()};
@@ -194,6 +224,24 @@ int main() {
       mask_float(n, velocity.data(), k, index.data());
       for (long long i = 0; i < n; ++i) bad[0] += velocity[i] != (i < k ? 0 : 1);
     }
+    std::vector<ChunkOfX> chosen;  // half of every 64 elements, by bounds of the chunks before
+    long long sent = 0;
+    for (long long i = 0; i < n; i += 64) {
+      const long long size = min(64, n - i), half = (size + 1) / 2;
+      chosen.push_back({i, size, half, sent}), sent += half;
+    }
+    const long long *const cells = (const long long *)chosen.data(), spare = min(64, n) + 16;
+    std::vector<int> where(sent), maybe(spare);
+    std::vector<real> what(sent), large_ones(spare);
+    for (long long nesterov = 0; nesterov < 2; ++nesterov) {
+      std::fill(velocity.begin(), velocity.end(), (real)1);
+      std::fill(x.begin(), x.end(), nesterov ? (real)0.5 : (real)1);
+      encode_chunks_float(n, x.data(), n, add.data(), n, velocity.data(), nesterov ? 2.0 / 3 : 0.5, nesterov,
+                          4 * chosen.size(), cells, sent, where.data(), what.data(), spare, maybe.data(),
+                          large_ones.data(), nullptr);
+      for (int i : where) bad[0] += x[i] != 0;
+      for (real one : what) bad[0] += one != 2;
+    }
     correct_momentum_float(alone, add.data(), velocity.data(), 0.5, 0, nullptr);
     correct_momentum_float(alone, add.data(), velocity.data(), 0.5, 1, nullptr);
     encode_whole_float(alone, add.data(), velocity.data(), nullptr);
@@ -224,6 +272,40 @@ int main() {
       for (int i : indices) bad[0] += i < 0 || i >= 2 * n;
     }
 
+    // the same in two sections, of which the second has one element and its entry
+    std::vector<int> in_order(n + 1), indices(n + 1);
+    std::vector<real> entries(n + 1), found_entries(n + 1);
+    for (long long i = 0; i <= n; ++i) in_order[i] = (int)(2 * i), entries[i] = (real)(i % 3);
+    const long long borders[] = {0, 2 * n, 2 * n + 1};
+    long long begins[3];
+    find_edges_float(3, borders, begins, n + 1, in_order.data());
+    bad[0] += begins[0] != 0 || begins[1] != n || begins[2] != n + 1;
+    for (long long format : {HALF, BFLOAT16, INT8, TWO_BITS}) {
+      std::vector<real> kept(2 * n + 1);
+      std::vector<Section> sections;
+      long long at = 0;
+      for (long long s = 0; s < 2; ++s) {
+        const long long size = borders[s + 1] - borders[s], k = begins[s + 1] - begins[s], bits = !s;
+        const long long words = (k + (size >> bits) + 63) / 64, low = 4 + 4 * ((k + CHUNK - 1) / CHUNK - (k > 0));
+        const long long high = (low + 4 * ((k * bits + 31) / 32) + 7) / 8 * 8, first = high + 8 * words;
+        const long long last = first + (format == TWO_BITS ? (k + 15) / 16 * 4 : format == INT8 ? k : 2 * k);
+        const long long bytes = k ? last + (format == TWO_BITS ? (k + 255) / 256 * 4 : (k + 63) / 64) : 4;
+        sections.push_back({{1, format, size, k, bits, words, high, 4, low, first, last, bytes},
+                            borders[s], at, begins[s], n + 1, kept.data(), in_order.data(), entries.data()});
+        at += s ? bytes : (bytes + 7) / 8 * 8;
+      }
+      std::vector<byte_t> payload(at);
+      const long long *const table = (const long long *)sections.data(), turns = 2 * ((n + CHUNK - 1) / CHUNK + !n);
+      const long long cells = 2 * sizeof(Section) / sizeof(long long);
+      pack_sections_float(at, payload.data(), cells, table, turns);
+      const byte_t *const each[] = {payload.data(), payload.data() + sections[1].at};
+      for (bool damaged : {false, true}) {
+        unpack_sections_float(2, each, n + 1, indices.data(), found_entries.data(), cells, table, turns);
+        for (long long i = 0; i <= n && !damaged; ++i) bad[0] += indices[i] != 2 * i || kept[2 * i] != (real)(i % 3);
+        for (long long i = 4; i < at; ++i) payload[i] = i / 4 == sections[1].at / 4 ? payload[i] : (byte_t)(167 * i);
+      }
+    }
+
     // what a damaged payload may become: indices in any order, and none
     std::reverse(candidate.begin(), candidate.begin() + n);
     if (n) candidate[n / 2] = -1;
@@ -232,5 +314,22 @@ int main() {
     decode_all_float(2 * n, wide.data(), 2, places, values, held);
     decode_sparse_float(2 * n, wide.data(), n, candidate.data(), large.data());
   }
+  std::vector<real> same((SIDE + 1) * ENTRIES);  // transforms that change nothing
+  for (long long side = 1; side <= SIDE; ++side)
+    for (long long i = 0; i < side; ++i) same[side * ENTRIES + i * SIDE + i] = 1;
+  for (long long rows : {1, 3, 15, 16, 17, SIDE})
+    for (long long columns : {1, 15, 16, 17, SIDE}) {  // two tiles side by side
+      const long long n = 2 * rows * columns;
+      const TensorTile tiles[] = {{0, 2 * columns, rows, columns, 0}, {columns, 2 * columns, rows, columns, n / 2}};
+      std::vector<real> x(n), coefficients(n), back(n);
+      for (long long i = 0; i < n; ++i) x[i] = (real)i;
+      const auto transform = [&](const std::vector<real> &from, std::vector<real> &to, long long inverse) {
+        transform_tiles_float(n, from.data(), n, to.data(), 10, (const long long *)tiles, same.size(), same.data(),
+                              same.size(), same.data(), 2, inverse);
+      };
+      transform(x, coefficients, 0);
+      transform(coefficients, back, 1);
+      bad[0] += coefficients[n / 2] != columns || back != x;
+    }
   puts(bad[0] ? "encode and decode lost something" : "done");
 }

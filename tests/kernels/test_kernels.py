@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from distopt.compress.elias_fano import VALUES, packing
 from distopt.device import zeros
 from distopt.kernels import signatures
 from distopt.kernels.layout import CHUNK, MEMBER, BucketLayout, KernelStruct
-from distopt.kernels.signatures import NATIVE, source_hash
+from distopt.kernels.signatures import NATIVE, kernel_signatures, source_hash
 
 SIZES = [0, 1, 15, 16, 17, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5]
 REALS = ["float32", "float64"]
@@ -555,15 +556,23 @@ def _packed(function, x, value):
     return payload, kept, places, values
 
 
+DRIVER = pathlib.Path(__file__).with_name("edges.cpp")
+
+
+def test_the_driver_of_edge_sizes_calls_every_kernel_of_the_host():
+    called = set(re.findall(r"\b(\w+)_float\(", DRIVER.read_text()))
+    on_hosts = {name for name, found in kernel_signatures().items() if found.source != "topk_device.cu"}
+    assert called == on_hosts
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("level", levels())
 def test_no_host_kernel_accesses_memory_outside_of_its_arrays(level, tmp_path):
     """A driver of its own under the address and undefined-behaviour sanitizers, at edge sizes."""
     driver = tmp_path / "driver"
-    source = os.path.join(os.path.dirname(__file__), "edges.cpp")
     flags = ["-std=c++17", "-O1", "-g", "-Dreal=float", f"-march={level}", f"-I{NATIVE}"]
     subprocess.run(
-        [compiler(), *flags, "-fsanitize=address,undefined", "-fno-sanitize-recover", source, "-o", driver], check=True
+        [compiler(), *flags, "-fsanitize=address,undefined", "-fno-sanitize-recover", DRIVER, "-o", driver], check=True
     )
     done = subprocess.run([driver], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
