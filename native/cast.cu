@@ -30,11 +30,12 @@ INLINE void encode(long long n, X *x, typename Format::Bits *bits, double scale,
     return;
   }
   const auto code = [=](const auto &format, auto &number, auto &code, const auto &...increment) {
-    const auto now = addends ? (number + ... + increment) : number;
+    const auto now = (number + ... + increment);
     code = format.round(clamp_finite(now, limit) * factor);
     if constexpr (keeps_rest) number = if_finite(now, now - format.widen(code) * back);
   };
-  each_half<Format>(n, x, bits, code, add...);
+  if (addends) each_half<Format>(n, x, bits, code, add...);  // [here, so that either loop becomes vectors]
+  else each_half<Format>(n, x, bits, code);
 }
 // The gradient `add`, if there are `addends`, is added to the memory x in the pass that codes it.
 KERNEL(encode_half)(long long n, real *x, half_t *bits, long long addends, const real *add, double scale, double most,
