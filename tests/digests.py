@@ -1,8 +1,9 @@
 """Digests of what training leaves, for every mode, optimizer, option and transport: no bit of them may change.
 
 ``digests.json`` has them as they were measured when this file was written.  A change that is meant to alter results
-says so in its commit and writes the file anew: ``python tests/digests.py``, or ``--check`` to compare.  It has a line
-for a mode on a number of ranks: of each case, in the order of ``cases``, six digits, which are enough to see a change.
+says so in its commit and writes the file anew: ``python tests/digests.py``, or ``--check`` to compare, and ``--check
+modes`` to compare every mode with one optimizer on three threads.  It has a line for a mode on a number of ranks: of
+each case, in the order of ``cases``, six digits, which are enough to see a change.
 
 A digest is of the parameters and of the state_dict of every rank after four steps.  Gradients are made of PCG64's raw
 64-bit numbers by exact arithmetic, so that no change of numpy's distributions is mistaken for one of ours.
@@ -271,8 +272,13 @@ def on_doubles(size=2):
     """On doubles of GPUs, if they are installed (fixture ``arithmetic``)."""
     from doubles.ranks import on_gpus
 
-    names = [n for n in cases() if n.endswith((", sgd", ", plain")) or n in ON_DOUBLES]
+    names = [*with_one_optimizer(), *ON_DOUBLES]
     return joined_digests(on_gpus(size, lambda comm: of(comm, names)))
+
+
+def with_one_optimizer():
+    """The names of the cases that are modes without options."""
+    return [name for name in cases() if name.endswith((", sgd", ", plain"))]
 
 
 def measured():
@@ -311,10 +317,12 @@ def differences(transport, found):
 
 
 if __name__ == "__main__":
-    everything = measured()
+    everything = {"3 threads": on_threads(3, with_one_optimizer())} if "modes" in sys.argv else measured()
     if "--check" in sys.argv:
         wrong = {transport: differences(transport, found) for transport, found in everything.items()}
-        print(json.dumps(wrong, indent=1))
+        print(
+            {transport: f"{len(found)} cases" for transport, found in everything.items()}, "differ:", json.dumps(wrong)
+        )
         sys.exit(any(wrong.values()))
     texts = {
         line: " ".join(short(found[name]) for name in names)

@@ -71,7 +71,7 @@ def test_a_wheel_is_for_every_python_and_holds_the_package_alone(wheel):
 @pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="libraries need another libc here")
 def test_libraries_of_a_wheel_do_with_an_old_glibc_and_no_libstdcxx(wheel):
-    """The tag of ``make wheel`` is manylinux_2_17: that of the newest version of a symbol."""
+    """The tag of ``make wheels`` is manylinux_2_17: that of the newest version of a symbol."""
     for name, content in libraries(wheel).items():
         versions = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content)]
         assert 0 < max(versions) <= 17, (name, versions)
