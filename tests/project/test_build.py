@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import distopt
 from launch import PROJECT
 
 needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not on PATH")
@@ -36,6 +37,12 @@ def test_metadata_of_the_installed_package():
     wheel = found.read_text("WHEEL")
     assert "Tag: py3-none-" in wheel, wheel
     assert "Tag: py3-none-any" not in wheel
+
+
+def test_all_files_name_one_version():
+    named = {name: (PROJECT / name).read_text() for name in ("CITATION.cff", "conda/recipe.yaml", "pyproject.toml")}
+    versions = {name: re.search(r'^ *version(?: =|:) "?([\d.]+)', text, re.M)[1] for name, text in named.items()}
+    assert set(versions.values()) == {distopt.__version__}, versions
 
 
 @pytest.fixture(scope="module")
