@@ -25,7 +25,7 @@ from distopt.engine.spec import Options, StepSpec
 from distopt.resilience import membership
 from distopt.torch.adapter import TorchAdapter
 from distopt.torch.model import TorchModel
-from distopt.torch.state import as_tensors, for_rank, mean_over_ranks, of_rank
+from distopt.torch.state import as_tensors, for_rank, mean_over_ranks, of_rank, on_rank_0
 from distopt.torch.tensors import as_tensor, gpu_number, on_gpu
 
 Arrival = Callable[[], tuple[Collection[str], Exception | None]]
@@ -348,8 +348,23 @@ class GradientExchange(Checkpointed):
         state = comm.transaction(lambda: mean_over_ranks(super(GradientExchange, self).state_dict(), self.engine))
         return {"rank": None, "ranks": comm.size, "state": as_tensors(state)}
 
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks on rank 0, for a file that it alone writes.  Collective.
+
+        From this file, which all ranks read, as many ranks go on to the same bits, and others as from
+        ``full_state_dict``.  It is as large as the residuals of all ranks and their mean.
+        """
+        self.engine.check_own_rank("gathered_state_dict")
+        device, state = self._model.parameters[0].tensor.device, super().state_dict
+        return self.engine.comm.transaction(
+            lambda: {
+                "states": as_tensors(on_rank_0(state(), self.engine, device)),
+                "mean": as_tensors(mean_over_ranks(state(), self.engine)),
+            }
+        )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` has returned on this rank, or from a ``full_state_dict``.
+        """Continue from what ``state_dict`` has returned on this rank, or one of all ranks on rank 0.
 
         Args:
             state: the dict.

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import torch
 
 from distopt.comm import Communicator
+from distopt.device import host_copy
 from distopt.engine.engine import Engine
+from distopt.torch.tensors import as_array
 
-# of a state_dict
-ENTRIES = {"rank", "ranks", "state"}
+# of a state_dict, and of that of all ranks
+ENTRIES, GATHERED = {"rank", "ranks", "state"}, {"states", "mean"}
 
 
 class RankState:
@@ -79,6 +82,9 @@ def of_rank(comm: Communicator, state: dict[str, Any]) -> dict[str, Any]:
 
 def for_rank(comm: Communicator, state: Any) -> Any:
     """Return the state of which ``of_rank`` has made this one, or that of all ranks, whose rank is None."""
+    if isinstance(state, Mapping) and set(state) == GATHERED:
+        states = state["states"]
+        return as_arrays(states[comm.rank] if len(states) == comm.size else state["mean"])
     if not isinstance(state, Mapping) or set(state) != ENTRIES:
         raise ValueError(
             f"state must be what state_dict() has returned, with {sorted(ENTRIES)}, got {type(state).__name__}"
@@ -95,10 +101,8 @@ def mean_over_ranks(state: dict[str, Any], engine: Engine) -> dict[str, Any]:
     """Return a state whose arrays are the means over ranks, added in float64.  Collective."""
     # A rank without an array, as an owner of another shard, counts as zeros.
     mine, comm = state["states"], engine.comm
-    listed = {kind: {name: [a.dtype.str, a.shape] for name, a in arrays.items()} for kind, arrays in mine.items()}
-    line = f"full_state_dict after {state['step_counter']} updates, {engine.kind} {engine.agreement.number}"
     everywhere: dict[str, dict[str, Any]] = {}
-    for kinds in map(json.loads, engine.agreement.run_on_all(line, json.dumps, listed)):
+    for kinds in _listed_by_rank("full_state_dict", state, engine):
         for kind, arrays in kinds.items():
             everywhere.setdefault(kind, {}).update(arrays)
     means: dict[str, dict[str, np.ndarray]] = {}
@@ -109,3 +113,33 @@ def mean_over_ranks(state: dict[str, Any], engine: Engine) -> dict[str, Any]:
             comm.all_reduce(total)
             means.setdefault(kind, {})[name] = (total / comm.size).astype(dtype)
     return state | {"states": means}
+
+
+def on_rank_0(state: dict[str, Any], engine: Engine, device: torch.device) -> list[dict[str, Any]]:
+    """Return the states of all ranks on rank 0, this rank's on the others.  Collective."""
+    # device: where the ranks exchange
+    comm, listed = engine.comm, _listed_by_rank("gathered_state_dict", state, engine)
+    arrays = [a.reshape(-1).view(np.uint8) for of_kind in state["states"].values() for a in of_kind.values()]
+    mine = as_array(torch.from_numpy(np.concatenate([*arrays, np.empty(0, np.uint8)])).to(device))
+    received = comm.all_to_all([mine if rank == 0 else mine[:0] for rank in range(comm.size)], ragged=True)
+    if comm.rank:
+        return [state]
+    states = []
+    for kinds, sent in zip(listed, map(host_copy, received), strict=True):
+        start, found = 0, dict[str, dict[str, np.ndarray]]()
+        for kind, of_kind in kinds.items():
+            for name, (dtype, shape) in of_kind.items():
+                end = start + np.dtype(dtype).itemsize * math.prod(shape)
+                found.setdefault(kind, {})[name] = sent[start:end].view(dtype).reshape(shape).copy()
+                start = end
+        states.append(state | {"states": found})
+    return states
+
+
+def _listed_by_rank(verb: str, state: dict[str, Any], engine: Engine) -> list[Any]:
+    """Return dtype and shape of each array of each rank's state, by kind and name.  Collective."""
+    listed = {
+        kind: {name: [a.dtype.str, a.shape] for name, a in arrays.items()} for kind, arrays in state["states"].items()
+    }
+    line = f"{verb} after {state['step_counter']} updates, {engine.kind} {engine.agreement.number}"
+    return [json.loads(text) for text in engine.agreement.run_on_all(line, json.dumps, listed)]
