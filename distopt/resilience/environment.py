@@ -58,6 +58,8 @@ MPICH = LauncherVariables("PMI_SIZE", "PMI_RANK", "an MPICH-like mpiexec")
 SRUN = LauncherVariables("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun")
 TORCHRUN = LauncherVariables("WORLD_SIZE", "RANK", "torchrun")
 RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun alone: scripts set the others themselves, too
+# By what else an environment with these two shows who has set them.
+TORCHS_LAUNCHERS = {RUN_ID: "torchrun", "RAY_JOB_ID": "Ray"}
 # As IDENTITY, for ranks that meet by torch.
 TORCHS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", RUN_ID, "SLURM_PROCID"}
 # Kernel names of the processes that start ranks; a process with another parent was started by a rank, or by a script.
@@ -108,11 +110,22 @@ def has_pmi_line(environ: Mapping[str, str]) -> bool:
 
 
 def torchs(environ: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return what torchrun, or a script, announced for ``torch.distributed``; None without it."""
+    """Return what torchrun, Ray, or a script, announced for ``torch.distributed``; None without it.
+
+    Example:
+        >>> torchs({"RANK": "0", "WORLD_SIZE": "2", "RAY_JOB_ID": "01000000"}).reason
+        'Ray set RANK=0, WORLD_SIZE=2'
+        >>> torchs({"RANK": "0", "WORLD_SIZE": "2"}).reason
+        'the environment has RANK=0, WORLD_SIZE=2'
+    """
     size, rank = environ.get(TORCHRUN.size, ""), environ.get(TORCHRUN.rank, "")
     if not (size.isdigit() and rank.isdigit()):
         return None
-    return Launch(TORCHRUN.name, int(size), int(rank), False, f"torchrun set RANK={rank}, WORLD_SIZE={size}")
+    told, by = (
+        f"RANK={rank}, WORLD_SIZE={size}",
+        next((by for name, by in TORCHS_LAUNCHERS.items() if name in environ), ""),
+    )
+    return Launch(by, int(size), int(rank), False, f"{by} set {told}" if by else f"the environment has {told}")
 
 
 def number_in_job(environ: Mapping[str, str] = os.environ) -> int:

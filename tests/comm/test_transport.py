@@ -23,6 +23,7 @@ IMPORTED, GROUP = Process(mpi_imported=True), Process(group_made=True)
 
 BY_ELASTIC = "distopt run --elastic started this rank"
 BY_TORCHRUN = "torchrun set RANK=1, WORLD_SIZE=2"
+BY_SOMEBODY = "the environment has RANK=1, WORLD_SIZE=2"
 BY_MPICH, BY_OPEN_MPI = "an MPICH-like mpiexec set PMI_SIZE=2", "an Open MPI mpirun set OMPI_COMM_WORLD_SIZE=2"
 BY_NONE = "srun without PMI set SLURM_STEP_NUM_TASKS=2"
 BY_PMIX, BY_PMI2 = "srun with PMI set SLURM_STEP_NUM_TASKS=2", "srun with PMI set PMI_SIZE=2"
@@ -43,7 +44,8 @@ STARTS = {
     "torchrun in srun": (NONE | TORCHRUN, BOTH, "gloo", BY_TORCHRUN),
     "torchrun in srun with PMI": (PMI2 | TORCHRUN, BOTH, "gloo", BY_TORCHRUN),
     "torchrun of one in mpiexec": (MPICH | TORCHRUN | {"WORLD_SIZE": "1"}, BOTH, "", "torchrun started one process"),
-    "a launcher as torchrun": (ELASTIC, BOTH, "gloo", BY_TORCHRUN),
+    "a launcher as torchrun": (ELASTIC, BOTH, "gloo", BY_SOMEBODY),
+    "Ray": (ELASTIC | {"RAY_JOB_ID": "01000000"}, GROUP, "gloo", "Ray set RANK=1, WORLD_SIZE=2"),
     "of one process": (ELASTIC | {"WORLD_SIZE": "1"}, BOTH, "", "no launcher"),
     "a batch system's WORLD_SIZE": ({"WORLD_SIZE": "8", "RANK": ""}, BOTH, "", "no launcher"),
     "WORLD_SIZE and RANK, and nobody to ask": ({"WORLD_SIZE": "8", "RANK": "1"}, BOTH, "", "no launcher"),
@@ -72,7 +74,7 @@ STARTS = {
     "srun --mpi=pmi2, with a group": (PMI2, GROUP, "MPI", BY_PMI2),
     "Intel MPI's way": (NONE | {"I_MPI_PMI_LIBRARY": "libpmi.so"}, BOTH, "MPI", BY_PMIX),
     "srun -n 1": (ONE_TASK, BOTH, "", "srun without PMI set SLURM_STEP_NUM_TASKS=1"),
-    "srun -n 1, ranks for torch": (ONE_TASK | ELASTIC, BOTH, "gloo", BY_TORCHRUN),
+    "srun -n 1, ranks for torch": (ONE_TASK | ELASTIC, BOTH, "gloo", BY_SOMEBODY),
     "sbatch": (JOB, BOTH, "", IN_A_JOB),
     "sbatch, as a step": (NONE | {"SLURM_STEP_ID": "4294967291"}, BOTH, "", IN_A_JOB),
     "salloc": (NONE | {"SLURM_STEP_ID": "4294967290"}, BOTH, "", IN_A_JOB),
