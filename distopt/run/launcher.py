@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from distopt.comm.launchers import LOOPBACK
 from distopt.kernels import signatures
 from distopt.resilience import job
 from distopt.resilience.environment import of_no_rank
@@ -91,6 +93,13 @@ def on_loopback(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     if not path or set(path) & set(": ;$"):
         return {}
     return {"LD_PRELOAD": ":".join(filter(None, (path, environ.get("LD_PRELOAD"))))}
+
+
+def meeting_of_torch() -> dict[str, str]:
+    """The variables of a place on this machine where a script of MPI's ranks may have torch meet too."""
+    # accelerate and transformers take rank and size from launchers of MPI, which tell them no such place.
+    with socket.create_server((LOOPBACK, 0)) as free:
+        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free.getsockname()[1])}
 
 
 def find_launcher() -> Launcher:

@@ -20,6 +20,7 @@ from distopt.run.launcher import (
     environment,
     find_engine,
     find_launcher,
+    meeting_of_torch,
     on_loopback,
     threads,
 )
@@ -146,7 +147,7 @@ def start(
     command = [sys.executable, str(RANK), *script]
     for attempt in range(restarts + 1):
         with job_folder() as folder:
-            env = launcher.environment(ranks) | dict(variables)
+            env = meeting_of_torch() | launcher.environment(ranks) | dict(variables)
             env |= on_loopback(env) | {job.FOLDER: str(folder), "DISTOPT_RESTART": str(attempt)}
             started = Launched(launcher.command(ranks), command, env, ranks, folder)
             supervisor = Supervisor(started, ranks, elastic=False)
