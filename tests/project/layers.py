@@ -29,8 +29,10 @@ HEAVY = {
         *("comm/process_group.py", "comm/gloo.py", "comm/epoch_ranks.py", "torch/ddp.py", "torch/exchange.py"),
         *("torch/local_steps.py", "torch/model.py", "torch/rank_buffers.py", "torch/rank_passes.py", "torch/state.py"),
         *("torch/synchronize.py", "torch/tensors.py"),
+        *("torch/integrations/__init__.py", "torch/integrations/accelerate.py"),
     },
     "jax": {"jax/trees.py", "optim/adapters/optax.py"},
+    **{name: {f"torch/integrations/{name}.py"} for name in ("accelerate", "lightning", "transformers")},
     "matplotlib": {"lab/commands/plotting.py"},
 }
 DOORS = {"cost", "experiment", "fit", "monitor", "volume"}  # public names of modules of lab/, as __init__ has others
