@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, overload
 
@@ -12,9 +12,8 @@ import numpy as np
 from distopt import device, kernels
 from distopt.buckets import Staging
 from distopt.checks import check_bool
-from distopt.comm import objects
-from distopt.comm.communicator import as_flat
-from distopt.comm.control import fingerprint
+from distopt.comm.communicator import as_flat, check_operation, reduce_in_rank_order
+from distopt.comm.voted import agree_on_arrays, by, reducible
 from distopt.compress import (
     BucketContext,
     Compressor,
@@ -272,16 +271,17 @@ class SingaVerbs(Facade):
         self._updated = True
 
     @overload
-    def all_reduce(self, x: int) -> int: ...
+    def all_reduce(self, x: int, op: str = ...) -> int: ...
     @overload
-    def all_reduce(self, x: float) -> float: ...
+    def all_reduce(self, x: float, op: str = ...) -> float: ...
     @overload
-    def all_reduce(self, x: np.ndarray) -> None: ...
-    def all_reduce(self, x: Any) -> Any:
+    def all_reduce(self, x: np.ndarray, op: str = ...) -> None: ...
+    def all_reduce(self, x: Any, op: str = "sum") -> Any:
         """Replace an array, in place, by its sum over ranks, or return the sum of numbers.  Collective.
 
         Args:
-            x: an array, an int, whose sum is exact, or a float, which is added in rank order, as float64.
+            x: an array or a tensor, an int, whose sum is exact, or a float, which is added in rank order, as float64.
+            op: 'sum', 'mean', 'min', 'max' or 'product', as ``Communicator`` has them; the mean of ints is a float.
 
         Returns:
             The sum of numbers; None for an array.
@@ -289,30 +289,35 @@ class SingaVerbs(Facade):
         Example:
             >>> from distopt import DistOpt
             >>> opt = DistOpt()
-            >>> opt.all_reduce(2), opt.all_reduce(0.5)
+            >>> opt.all_reduce(2), opt.all_reduce(0.5, op="max")
             (2, 0.5)
         """
         is_number = isinstance(x, Real) and not isinstance(x, bool | np.bool_)
         if not is_number:
-            for array in self._agree_on_arrays("all_reduce", [x]):
-                self.engine.comm.all_reduce(array)
+            for array in self._agree_on_arrays(by("all_reduce", op), [x], reducible(op)):
+                self.engine.comm.all_reduce(array, op)
             return None
         self.engine.check_open()
         kind, convert = ("an int", int) if isinstance(x, Integral) else ("a float", float)
-        lines = ["all_reduce", f"all_reduce of {kind}"]
-        comm = self.engine.comm
-        texts = comm.transaction(lambda: comm.control.gather_texts(lines, lambda: objects.encode(convert(x))))
-        numbers: Iterator[int | float] = map(objects.decode, texts)
-        # sum() compensates for rounding from Python 3.12 on.
-        return functools.reduce(operator.add, numbers)
+        comm, lines = self.engine.comm, [by("all_reduce", op), f"all_reduce of {kind}"]
 
-    def fused_all_reduce(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
+        def text() -> str:
+            check_operation(op, np.dtype(float))
+            return json.dumps(convert(x))
+
+        texts = comm.transaction(lambda: comm.control.gather_texts(lines, text))
+        # Integers as objects, which are Python's, of any size.
+        numbers = [np.array(json.loads(text), object if convert is int else float) for text in texts]
+        return reduce_in_rank_order(numbers, op).item()
+
+    def fused_all_reduce(self, xs: Iterable[np.ndarray], send: bool = True, op: str = "sum") -> None:
         """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.  Collective.
 
         Args:
             xs: the arrays.
             send: False only copies them into the staging memory; True copies as well if nothing was copied since the
                 last send.
+            op: as for ``all_reduce``.
 
         Raises:
             ValueError: ``xs`` are not the arrays that were copied before, in order; what was copied is dropped.
@@ -326,7 +331,8 @@ class SingaVerbs(Facade):
             >>> y
             array([1., 1., 1.])
         """
-        self._fused("fused_all_reduce", xs, send, self.engine.comm.all_reduce)
+        collective = functools.partial(self.engine.comm.all_reduce, op=op)
+        self._fused(by("fused_all_reduce", op), xs, send, collective, reducible(op))
 
     def all_reduce_half(self, x: np.ndarray) -> None:
         """Replace a float32 or float64 array, in place, by its sum, sent as float16 (``compress.Half``).  Collective.
@@ -465,7 +471,14 @@ class SingaVerbs(Facade):
         bucket = BucketContext(scratch=lambda name, nbytes: device.zeros(nbytes, np.uint8, flat))
         return ExchangeContext(0, self.engine.comm.rank, self.engine.comm.size, bucket=bucket)
 
-    def _fused(self, verb: str, xs: Iterable[np.ndarray], send: bool, collective: Callable[[np.ndarray], None]) -> None:
+    def _fused(
+        self,
+        verb: str,
+        xs: Iterable[np.ndarray],
+        send: bool,
+        collective: Callable[[np.ndarray], None],
+        check: Callable[[list[np.ndarray]], object] = lambda arrays: None,
+    ) -> None:
         if not send:
             self.engine.check_open()
             arrays = list(map(device.array_of, xs))
@@ -481,31 +494,21 @@ class SingaVerbs(Facade):
 
         staging = self._staging
         try:
-            check = staging.fill if staging.empty else staging.check
-            arrays = self._agree_on_arrays(f"{verb} with buffSize={staging.capacity}", xs, check)
+            take = staging.fill if staging.empty else staging.check
+            checks = [check, take]
+            arrays = self._agree_on_arrays(
+                f"{verb} with buffSize={staging.capacity}", xs, lambda arrays: [each(arrays) for each in checks]
+            )
             staging.send(arrays, waited)
         finally:
             staging.clear()
 
     def _agree_on_arrays(
-        self, verb: str, xs: Iterable[np.ndarray], check: Callable[[list[np.ndarray]], None] | None = None
+        self, verb: str, xs: Iterable[np.ndarray], check: Callable[[list[np.ndarray]], object] = lambda arrays: None
     ) -> list[np.ndarray]:
         """The arrays, once all ranks are in the same verb with arrays of the same shapes and dtypes."""
         self.engine.check_open()
-        error, lines = None, [verb]
-        arrays: list[np.ndarray] = []
-        try:
-            for k, x in enumerate(map(device.array_of, xs)):
-                as_flat(x, gpu=self.engine.comm.gpu)
-                arrays.append(x)
-                lines.append(f"{verb} of array {k} = {x.shape} {x.dtype}")
-            if check:
-                check(arrays)
-        except Exception as e:
-            error = e
-        comm = self.engine.comm
-        comm.transaction(lambda: comm.control.vote(verb, fingerprint(lines), lambda: lines, error))
-        return arrays
+        return agree_on_arrays(self.engine.comm, verb, xs, check)
 
 
 def _check_sparse(arrays: Sequence[np.ndarray], accumulation: np.ndarray | None, spars: float, topK: bool) -> None:

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from distopt.checkpoint.error import DAMAGED, REMEDY, Misfit
-from distopt.checkpoint.tree import DEPTH, json_pointer, put_together
+from distopt.checkpoint.tree import CANNOT, DEPTH, json_pointer, put_together
 from distopt.io import strict_json
 from distopt.version import __version__
 
@@ -90,7 +90,7 @@ def arrange(arrays: dict[str, np.ndarray]) -> list[Tensor]:
     """Return the places of arrays in a file, one after another, large items first, so that all are aligned."""
     for name, x in arrays.items():
         if x.dtype not in CODES:
-            raise TypeError(f"{json_pointer(name)}: a checkpoint cannot hold an array of {x.dtype!r}")
+            raise TypeError(f"{json_pointer(name)}: {CANNOT} an array of {x.dtype!r}")
     order = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     ends = itertools.accumulate(x.nbytes for _, x in order)
     return [Tensor(name, x.dtype, x.shape, end - x.nbytes, end) for (name, x), end in zip(order, ends, strict=True)]

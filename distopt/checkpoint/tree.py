@@ -25,6 +25,7 @@ MAX_NAME_CHARACTERS = 2000
 # JSON's integers end here in most languages
 EXACT = 2**53
 
+CANNOT = "neither a checkpoint nor a message holds"
 WORDS = "list", "tuple", "dict", "named", "array", "scalar", "tensor", "int", "float", "bytes"
 READ: dict[str, Callable[[str], Any]] = {
     "int": lambda text: int(text, 16),
@@ -56,7 +57,7 @@ def take_apart(tree: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:
         try:
             arrays[at] = foreign.array(tree)
         except (TypeError, RuntimeError) as error:
-            raise TypeError(f"{json_pointer(at)}: a checkpoint cannot hold this tensor: {error}") from None
+            raise TypeError(f"{json_pointer(at)}: {CANNOT} this tensor: {error}") from None
         return ["tensor"]
     return _plain(tree, at)
 
@@ -140,7 +141,7 @@ def _plain(value: Any, at: str) -> Any:
         return value if math.isfinite(value) else ["float", struct.pack(">d", value).hex()]
     if kind is bytes:
         return ["bytes", value.hex()]
-    raise TypeError(f"{json_pointer(at)}: a checkpoint cannot hold {_name(kind)}")
+    raise TypeError(f"{json_pointer(at)}: {CANNOT} {_name(kind)}")
 
 
 def _unicode(text: str, at: str) -> str:

@@ -14,12 +14,14 @@ from distopt.comm.nccl import NcclCommunicator
 from distopt.comm.nccl_library import nccl_unique_id
 from distopt.comm.ordered import Ordered, in_rank_order
 from distopt.comm.threads import ThreadCommunicator, run_ranks
+from distopt.comm.voted import Handle, Voted
 from distopt.comm.world import world
 
 __all__ = [
     "Communicator",
     "Elastic",
     "Exact",
+    "Handle",
     "LocalCommunicator",
     "Logical",
     "Metered",
@@ -27,6 +29,7 @@ __all__ = [
     "NcclCommunicator",
     "Ordered",
     "ThreadCommunicator",
+    "Voted",
     "in_rank_order",
     "nccl_unique_id",
     "run_ranks",

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import itertools
+import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType, ModuleType
@@ -25,6 +26,15 @@ from distopt.resilience.operation_log import silent
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
+DTYPES = (*NUMBERS, *map(np.dtype, (np.int8, np.int16, np.bool_)))
+# what a reduction makes of two ranks' numbers, and the kinds of dtypes that it takes; V is that of bfloat16
+OPERATIONS = {
+    "sum": (np.add, "iufV"),
+    "mean": (np.add, "fV"),
+    "min": (np.minimum, "biufV"),
+    "max": (np.maximum, "biufV"),
+    "product": (np.multiply, "biufV"),
+}
 Groups = tuple[tuple[int, ...], ...]  # of ranks
 UNDER_WAY = 3  # operations that are begun and not complete, at most
 # whether lengths differ, or the elements from each rank, if they are known
@@ -41,8 +51,12 @@ class Communicator:
     All ranks must call the same collectives in the same order, or they wait for ever; only ``DistOpt`` lets ranks vote
     before they exchange.
 
-    Arrays are C-contiguous, of any shape and length, zero included, and of one of the dtypes in ``NUMBERS``.  Sums of
+    Arrays are C-contiguous, of any shape and length, zero included, and of one of the dtypes in ``DTYPES``.  Sums of
     float16 and bfloat16 are formed in float32, in rank order, and rounded once; NCCL's sums are rounded at every hop.
+
+    A *reduction* ``op`` is 'sum'; 'mean', of floating-point numbers; 'min', 'max' or 'product', of flags too, which are
+    then whether all, any or all of them are set.  All but sums are formed in rank order on every transport, 16-bit
+    numbers in float32.  A NaN of any rank makes NaN, in 'min' and 'max' too; integers wrap around.
 
     On a GPU a collective is only enqueued.  Its results may be used on the caller's stream after ``wait()``; until then
     its arguments must not be written to.
@@ -139,9 +153,21 @@ class Communicator:
         """
         raise NotImplementedError(f"a {type(self).__name__} must define exchange, or each collective")
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by its sum over ranks, the same bits on every rank.  Collective."""
-        flat = as_flat(x)
+    def all_reduce(self, x: np.ndarray, op: str = "sum") -> None:
+        """Replace x, in place, by its sum over ranks, or another reduction, the same bits on every rank.  Collective.
+
+        Args:
+            x: the array.
+            op: 'sum', 'mean', 'min', 'max' or 'product'.
+
+        Raises:
+            ValueError: ``op`` is none of these.
+            TypeError: it is not defined for numbers of this dtype; or x is no array to be carried.
+        """
+        flat = as_flat(x, op=op)
+        if op != "sum":
+            all_reduce_in_rank_order(self, flat, op)
+            return
         with self._log("all_reduce", flat.nbytes, self._tag):
             collections.deque(self._sum_in_phases(flat), maxlen=0)
 
@@ -257,39 +283,61 @@ class Communicator:
         self.exchange(parts, received)
         return received
 
-    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
-        """Return this rank's slice of the sum over ranks of x, added in rank order.  Collective.
+    def reduce_scatter(self, x: np.ndarray, op: str = "sum") -> np.ndarray:
+        """Return this rank's slice of the sum over ranks of x, or of another reduction, in rank order.  Collective.
 
         Args:
             x: an array of n elements.
+            op: as for ``all_reduce``.
 
         Returns:
             A flat array, the slice ``slices(n, size)[rank]`` of the sum.
         """
-        flat = as_flat(x, writable=False, gpu=device.gpu_of(x))
-        return sum_in_rank_order(self.all_to_all([flat[s] for s in slices(x.size, self.size)]))
+        flat = as_flat(x, writable=False, gpu=device.gpu_of(x), op=op)
+        return reduce_in_rank_order(self.all_to_all([flat[s] for s in slices(x.size, self.size)]), op)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the plain value of rank ``root`` on every rank.  Collective.
+        """Return the value of rank ``root`` on every rank, with its types and its bits.  Collective.
 
         Args:
-            value: None, a bool, number or string, or a list, tuple or dict with string keys of these.  Integers arrive
-                exactly, floats to the bit, tuples as lists.  Ignored on ranks other than ``root``.
+            value: None, a bool, number, text or bytes; an array of numpy or a tensor of PyTorch, which is on the CPU
+                where it arrives; or a list, tuple, named tuple or dict of these, whose keys are texts or integers, as
+                the ``state_dict()`` of an optimizer.  Ignored on ranks other than ``root``.
             root: the rank whose value is sent.
 
         Raises:
-            TypeError: on every rank alike, for a value that is not plain.
+            TypeError: on every rank alike, for anything else, which it names by its place in the value, '/state/0/x'.
             ValueError: on every rank alike, if ranks are in another call or name another root; if ``root`` is no rank;
-                for more than 100 levels of nesting, an integer of more than 8,192 bits, or more than 2^20 characters of
-                JSON (send large data as arrays).
+                for more than 64 levels of nesting, or more than 2^24 characters of JSON without the arrays.
+
+        Example:
+            >>> from distopt.comm import LocalCommunicator
+            >>> LocalCommunicator().broadcast_object({"betas": (0.9, 0.999), "state": {0: {"step": 3}}})
+            {'betas': (0.9, 0.999), 'state': {0: {'step': 3}}}
         """
+        lines, arrays = [f"broadcast_object from rank {root}"], dict[str, np.ndarray]()
 
         def text() -> str:
+            nonlocal arrays
             check_root(root, self.size)
-            return objects.encode(value) if self.rank == root else ""
+            text, arrays = objects.encode(value) if self.rank == root else ("", {})
+            return text
 
-        lines = [f"broadcast_object from rank {root}"]
-        return objects.decode(self.transaction(lambda: self.control.gather_texts(lines, text))[root])
+        def send() -> Any:
+            head = json.loads(self.control.gather_texts(lines, text)[root])
+            received = objects.empty_arrays(head)
+            for name, x in received.items():
+                if self.rank == root:
+                    x[...] = arrays[name]
+                raw = x.reshape(-1).view(np.uint8)
+                there = raw if self.gpu is None else self.xp.asarray(raw)
+                self.broadcast(there, root)
+                if there is not raw:
+                    self.wait()
+                    raw[...] = device.host_copy(there)
+            return objects.rebuilt(head, received)
+
+        return self.transaction(send)
 
     def lengths(self, n: int) -> list[int]:
         """Return every rank's n, in rank order.  Collective."""
@@ -586,32 +634,64 @@ def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
     return total
 
 
+def reduce_in_rank_order(parts: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
+    """Return the reduction of arrays of one shape as a new array: op(op(x0, x1), x2) ...
+
+    Example:
+        >>> import numpy as np
+        >>> reduce_in_rank_order([np.array([1.0, np.nan]), np.array([3.0, 4.0])], "max").tolist()
+        [3.0, nan]
+    """
+    if op == "sum":
+        return sum_in_rank_order(parts)
+    dtype = parts[0].dtype
+    wide = np.dtype(np.float32) if dtype in HALVES else dtype
+    total = parts[0].astype(wide)
+    with np.errstate(all="ignore"):
+        for x in parts[1:]:
+            OPERATIONS[op][0](total, x.astype(wide, copy=False), out=total)
+        if op == "mean":
+            total /= len(parts)
+        return total.astype(dtype, copy=False)
+
+
 def sum_halves(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
     """Write the sum of flat 16-bit arrays to ``out``, which may be one of them, in one pass over memory."""
     kernel = kernels.sum_bfloat16 if out.dtype == BFLOAT16 else kernels.sum_half
     kernel(out, list(parts))
 
 
-def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray) -> None:
-    """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
+def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray, op: str = "sum") -> None:
+    """Replace x, in place, by its sum over ranks, or another reduction, in rank order.  Collective."""
     # Each slice goes to the rank that owns it, is added up there, and is gathered by all.  That moves as many bytes as
     # a ring, and gives the same bits on any transport and in any chunking.
-    flat = as_flat(x, gpu=device.gpu_of(x))
+    flat = as_flat(x, gpu=device.gpu_of(x), op=op)
     with comm.on_comm_stream():
-        parts = comm.all_gather(comm.reduce_scatter(flat), ragged=True)
+        parts = comm.all_gather(comm.reduce_scatter(flat, op), ragged=True)
         for part, s in zip(parts, slices(flat.size, comm.size), strict=True):
             device.copy(flat[s], part)
 
 
-def as_flat(x: np.ndarray, writable: bool = True, gpu: int | None = None) -> np.ndarray:
-    """Return x as a flat view, if a communicator can carry it."""
-    if not (type(x) is np.ndarray or device.is_array(x)) or x.dtype not in NUMBERS:
-        raise TypeError(f"a communicator's array must be of {', '.join(map(str, NUMBERS))}, got {describe(x)}")
+def as_flat(x: np.ndarray, writable: bool = True, gpu: int | None = None, op: str | None = None) -> np.ndarray:
+    """Return x as a flat view, if a communicator can carry it, and reduce it by ``op``."""
+    if not (type(x) is np.ndarray or device.is_array(x)) or x.dtype not in DTYPES:
+        raise TypeError(f"a communicator's array must be of {', '.join(map(str, DTYPES))}, got {describe(x)}")
+    if op is not None:
+        check_operation(op, x.dtype)
     if not x.flags.c_contiguous or (writable and not device.writable(x)):
         raise TypeError(f"a communicator's array must be C-contiguous{' and writable' * writable}, got {describe(x)}")
     if gpu is not None or type(x) is not np.ndarray:
         device.check_gpu("what this communicator carries", x, gpu)
     return x.reshape(-1)
+
+
+def check_operation(op: str, dtype: np.dtype) -> None:
+    """Raise an error unless ``op`` is a reduction, and of numbers of this dtype."""
+    if op not in OPERATIONS:
+        raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
+    if dtype.kind not in OPERATIONS[op][1]:
+        remedy = "min is whether all of them are set, max whether any is" if dtype.kind == "b" else "divide their sum"
+        raise TypeError(f"op must be another one than {op} for {dtype}: {remedy}")
 
 
 def flat_parts(parts: Sequence[np.ndarray], size: int, gpu: int | None = None) -> list[np.ndarray]:

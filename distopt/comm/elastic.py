@@ -286,8 +286,8 @@ class Elastic(Wrapper):
 
         return self.transaction(begun, undo)
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        self.transaction_on(x, "all_reduce", lambda: self.comm.all_reduce(x))
+    def all_reduce(self, x: np.ndarray, op: str = "sum") -> None:
+        self.transaction_on(x, f"all_reduce by {op}", lambda: self.comm.all_reduce(x, op))
 
     @property
     def pipelines(self) -> bool:  # type: ignore[override]
@@ -299,8 +299,8 @@ class Elastic(Wrapper):
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
         return self.collective("all_to_all", lambda: self.comm.all_to_all(parts, ragged))
 
-    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
-        return self.collective("reduce_scatter", lambda: self.comm.reduce_scatter(x))
+    def reduce_scatter(self, x: np.ndarray, op: str = "sum") -> np.ndarray:
+        return self.collective(f"reduce_scatter by {op}", lambda: self.comm.reduce_scatter(x, op))
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         self.transaction_on(x, f"broadcast from rank {root}", lambda: self.comm.broadcast(x, root))

@@ -40,10 +40,10 @@ class Exact(Wrapper):
         super().__init__(comm)
         self.algorithm = ExactSlices(comm.algorithm)
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by its sum over ranks.  Collective."""
-        if x.dtype != np.float32:
-            self.comm.all_reduce(x)
+    def all_reduce(self, x: np.ndarray, op: str = "sum") -> None:
+        """Replace x, in place, by its sum over ranks, or another reduction.  Collective."""
+        if x.dtype != np.float32 or op != "sum":
+            self.comm.all_reduce(x, op)
         else:
             self.transaction_on(x, "all_reduce", lambda: sum_exactly(self.comm, [x], self.size))
 

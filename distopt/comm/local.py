@@ -52,9 +52,9 @@ class LocalCommunicator(Communicator):
             device.use_gpu(gpu)
             self.xp = device.array_module()
 
-    def all_reduce(self, x: np.ndarray) -> None:
+    def all_reduce(self, x: np.ndarray, op: str = "sum") -> None:
         """Check x, and leave it as it is: it is the sum over one rank."""
-        as_flat(x, gpu=device.gpu_of(x))
+        as_flat(x, gpu=device.gpu_of(x), op=op)
 
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return a flat copy of x."""

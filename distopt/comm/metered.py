@@ -67,8 +67,8 @@ class Metered(Wrapper):
         with self._meter.tagged(tag), self.comm.tagged(tag):
             yield
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        self.comm.all_reduce(x)
+    def all_reduce(self, x: np.ndarray, op: str = "sum") -> None:
+        self.comm.all_reduce(x, op)
         self._meter.all_reduce(x.size, x.itemsize)
 
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
@@ -82,8 +82,8 @@ class Metered(Wrapper):
         self._meter.all_to_all([part.nbytes for part in parts], [part.nbytes for part in received], breakdown)
         return received
 
-    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
-        part = self.comm.reduce_scatter(x)
+    def reduce_scatter(self, x: np.ndarray, op: str = "sum") -> np.ndarray:
+        part = self.comm.reduce_scatter(x, op)
         self._meter.reduce_scatter(x.size, x.itemsize)
         return part
 

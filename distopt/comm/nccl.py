@@ -22,6 +22,7 @@ from distopt.comm.communicator import (
     Communicator,
     Groups,
     Ragged,
+    all_reduce_in_rank_order,
     as_flat,
     check_root,
     flat_parts,
@@ -300,9 +301,13 @@ class NcclCommunicator(Communicator):
 
     # ------------------------------------------------------------------------------------------- collectives
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by its sum over ranks.  Collective."""
-        flat = as_flat(x, gpu=self.gpu)
+    def all_reduce(self, x: np.ndarray, op: str = "sum") -> None:
+        """Replace x, in place, by its sum over ranks, or another reduction.  Collective."""
+        flat = as_flat(x, gpu=self.gpu, op=op)
+        # of two numbers one of which is NaN, NCCL's min and max are the other one; it has no sums of 16-bit integers
+        if op != "sum" or flat.dtype == np.int16:
+            all_reduce_in_rank_order(self, flat, op)
+            return
         with self._enqueued("all_reduce", flat) as stream:
             for piece in self._pieces(flat):
                 pointer, kind = device.address(piece), self._kinds[piece.dtype]
@@ -358,15 +363,15 @@ class NcclCommunicator(Communicator):
                         self._comm.recv(device.address(piece), piece.size, self._kinds[piece.dtype], peer, stream)
         return received
 
-    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
-        """Return this rank's slice (see ``slices``) of the sum over ranks of x.  Collective.
+    def reduce_scatter(self, x: np.ndarray, op: str = "sum") -> np.ndarray:
+        """Return this rank's slice (see ``slices``) of the sum over ranks of x, or another reduction.  Collective.
 
         Floats are added in rank order, by kernels; integers, whose sum does not depend on the order, by NCCL.
         """
-        flat = as_flat(x, writable=False, gpu=self.gpu)
-        if flat.dtype.kind not in "iu":
+        flat = as_flat(x, writable=False, gpu=self.gpu, op=op)
+        if flat.dtype.kind not in "iu" or flat.dtype == np.int16 or op != "sum":
             with self.on_comm_stream():
-                return super().reduce_scatter(flat)
+                return super().reduce_scatter(flat, op)
         cuts = slices(flat.size, self.size)
         n = cuts[self.rank].stop - cuts[self.rank].start
         total = device.empty(n, flat.dtype, like=flat)
@@ -648,6 +653,10 @@ def _kinds() -> dict[Any, int]:
         np.int32: nccl.NCCL_INT32,
         np.int64: nccl.NCCL_INT64,
         np.uint8: nccl.NCCL_UINT8,
+        np.int8: nccl.NCCL_INT8,
+        # carried, never added by NCCL
+        np.int16: nccl.NCCL_FLOAT16,
+        np.bool_: nccl.NCCL_UINT8,
     }
     return {np.dtype(name): int(number) for name, number in names.items()}
 

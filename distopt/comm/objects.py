@@ -1,33 +1,57 @@
-"""Plain values as texts that ranks can exchange, without loss."""
+"""Trees of values and arrays as texts and arrays that ranks can exchange, without loss and without pickle."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from distopt.io import strict_json
+import numpy as np
 
-MAX_CHARACTERS = 1 << 20  # of a text
-MAX_BITS = 8192  # of an integer
+from distopt.checkpoint import foreign, tree
+from distopt.checkpoint.error import Misfit
+from distopt.checkpoint.head import CODES, DTYPES
+
+MAX_CHARACTERS = 1 << 24  # of a text
+Head = list[Any]  # a tree as JSON has it, and the name, dtype and shape of each of its arrays
 
 
-def encode(value: Any) -> str:
-    """Return a text from which ``decode`` makes the value again.
+def described(values: Any) -> tuple[Head, dict[str, np.ndarray]]:
+    """Return a tree as JSON, with the dtypes and shapes of its arrays; and these."""
+    arrays: dict[str, np.ndarray] = {}
+    plain = tree.take_apart(values, arrays)
+    for name, x in arrays.items():
+        if x.dtype not in CODES:
+            raise TypeError(f"{tree.json_pointer(name)}: {tree.CANNOT} an array of {x.dtype!r}")
+    return [plain, [[name, CODES[x.dtype], list(x.shape)] for name, x in arrays.items()]], arrays
+
+
+def empty_arrays(head: Head) -> dict[str, np.ndarray]:
+    """Return arrays for those of the tree that ``described`` has described."""
+    return {name: np.empty(shape, DTYPES[code]) for name, code, shape in head[1]}
+
+
+def rebuilt(head: Head, received: Mapping[str, np.ndarray]) -> Any:
+    """Return the tree that ``described`` has described, with these arrays."""
+
+    def leaf(word: str, name: str) -> Any:
+        array = received[name]
+        return array[()] if word == "scalar" else foreign.tensor(array) if word == "tensor" else array
+
+    return tree.put_together(head[0], leaf)
+
+
+def encode(values: Any) -> tuple[str, dict[str, np.ndarray]]:
+    """Return the text of a tree, which ``json.loads`` makes a head again, and its arrays.
 
     Example:
-        >>> decode(encode({"lr": 0.1, "steps": (1, 2)}))
-        {'lr': 0.1, 'steps': [1, 2]}
+        >>> encode({"lr": 0.1, 1: np.ones(2)})[0]
+        '[["dict", "lr", 0.1, 1, ["array"]], [["/1", "F64", [2]]]]'
     """
-    text = json.dumps(strict_json.copied("object", value, _check))
+    try:
+        head, arrays = described(values)
+    except Misfit as error:
+        raise ValueError(f"{error.field}: {error.reason}") from None
+    text = json.dumps(head)
     if len(text) > MAX_CHARACTERS:
         remedy = "send large data as arrays"
         raise ValueError(f"object must be at most {MAX_CHARACTERS} characters of JSON, got {len(text)}; {remedy}")
-    return text
-
-
-def decode(text: str) -> Any:
-    """Return the value, with lists in place of tuples; floats are the same to the bit, infinities and NaN included."""
-    return json.loads(text)
-
-
-def _check(name: str, value: Any) -> None:
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise ValueError(f"{name} must be an integer of at most {MAX_BITS} bits, got {value.bit_length()} bits")
+    return text, arrays

@@ -31,9 +31,9 @@ class Ordered(Wrapper):
         super().__init__(comm)
         self.rank_ordered, self.algorithm = True, Slices(comm.algorithm)
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
-        self.transaction_on(x, "all_reduce", lambda: all_reduce_in_rank_order(self.comm, x))
+    def all_reduce(self, x: np.ndarray, op: str = "sum") -> None:
+        """Replace x, in place, by its sum over ranks, or another reduction, in rank order.  Collective."""
+        self.transaction_on(x, f"all_reduce by {op}", lambda: all_reduce_in_rank_order(self.comm, x, op))
 
 
 class Slices(Algorithm):

@@ -14,7 +14,7 @@ from distopt.comm.communicator import (
     check_root,
     flat_parts,
     group_of,
-    sum_in_rank_order,
+    reduce_in_rank_order,
 )
 from distopt.comm.control import ControlChannel, PeerLeft
 from distopt.comm.joiner import Joiner
@@ -220,9 +220,10 @@ class ThreadCommunicator(Communicator):
         self.size, self._rendezvous, self.control = rendezvous.size, rendezvous, control
         self._first = tuple(rendezvous.ranks)  # of the first epoch
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
-        self._meet("all_reduce", as_flat(x), _all_reduce, x)
+    def all_reduce(self, x: np.ndarray, op: str = "sum") -> None:
+        """Replace x, in place, by its sum over ranks, or another reduction, in rank order.  Collective."""
+        verb = "all_reduce" if op == "sum" else f"all_reduce by {op}"
+        self._meet(verb, as_flat(x, op=op), lambda offers: _all_reduce(offers, op), x)
 
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return read-only copies of every rank's x, which the ranks share; ``into`` is not used.  Collective."""
@@ -304,8 +305,8 @@ def _of_epoch(
     return comm
 
 
-def _all_reduce(arrays: list[np.ndarray]) -> list[Any]:
-    total = sum_in_rank_order(arrays)
+def _all_reduce(arrays: list[np.ndarray], op: str) -> list[Any]:
+    total = reduce_in_rank_order(arrays, op)
     for x in arrays:
         x[...] = total
     return arrays

@@ -73,6 +73,11 @@ class StreamEvent:
             self._event.record(stream)
             self._set = True
 
+    @property
+    def done(self) -> bool:
+        """Whether the work that ``record`` has seen is complete."""
+        return not cupy().cuda.runtime.eventQuery(self._event.ptr)
+
     def wait(self) -> None:
         """Make the work enqueued in the current stream from now on wait for the work that ``record`` has seen."""
         stream = current_stream()

@@ -1,19 +1,12 @@
 """The state of a training, which its ranks send to a process that joins them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from distopt import device
-from distopt.checkpoint import foreign, tree
 from distopt.comm import Communicator
-from distopt.comm.communicator import BFLOAT16
 from distopt.engine.checkpointer import Checkpointer
 from distopt.engine.training_state import TrainingState, Tree
-
-# Dtypes that numpy does not know by name.
-DTYPES = {"bfloat16": BFLOAT16}
 
 
 class Joining:
@@ -84,40 +77,7 @@ class Joining:
 
 def send_tree(comm: Communicator, values: Tree | None) -> Any:
     """Return the tree of the first rank on all ranks; None on ranks that have none.  Collective."""
-    told, arrays = ([None, []], {}) if values is None else described(values)
-
-    def send() -> tuple[Any, dict[str, np.ndarray]]:
-        head = comm.broadcast_object(told)
-        received = empty_arrays(head)
-        for name, x in received.items():
-            if name in arrays:
-                x[...] = arrays[name]
-            comm.broadcast(x.reshape(-1).view(np.uint8))
-        return head, received
-
-    sent, received = comm.transaction(send)
-    if sent[0] is None:
+    sent = comm.broadcast_object(values)
+    if sent is None:
         raise RuntimeError("all ranks that could have sent the training's state have ended")
-    return rebuilt(sent, received)
-
-
-def described(values: Tree) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """Return a tree as JSON, with the dtypes and shapes of its arrays; and these."""
-    arrays: dict[str, np.ndarray] = {}
-    plain = tree.take_apart(values, arrays)
-    return [plain, [[name, x.dtype.name, list(x.shape)] for name, x in arrays.items()]], arrays
-
-
-def empty_arrays(head: list[Any]) -> dict[str, np.ndarray]:
-    """Return arrays for those of the tree that ``described`` has described."""
-    return {name: np.empty(shape, DTYPES.get(dtype, dtype)) for name, dtype, shape in head[1]}
-
-
-def rebuilt(head: list[Any], received: Mapping[str, np.ndarray]) -> Any:
-    """Return the tree that ``described`` has described, with these arrays."""
-
-    def leaf(word: str, name: str) -> Any:
-        array = received[name]
-        return array[()] if word == "scalar" else foreign.tensor(array) if word == "tensor" else array
-
-    return tree.put_together(head[0], leaf)
+    return sent

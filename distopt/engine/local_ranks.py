@@ -9,7 +9,7 @@ import numpy as np
 from distopt import device
 from distopt.buckets.shared_state import SharedState
 from distopt.comm.message import ALIGNED, message_starts
-from distopt.engine.joining import described, empty_arrays, rebuilt
+from distopt.comm.objects import described, empty_arrays, rebuilt
 from distopt.engine.outer_loop import OuterLoop
 from distopt.engine.rank_losses import present_call
 from distopt.engine.training_state import Tree

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -19,8 +20,8 @@ from distopt.comm.communicator import (
     check_root,
     flat_parts,
     group_of,
+    reduce_in_rank_order,
     split,
-    sum_in_rank_order,
 )
 from distopt.comm.ledger import KEEP, Ledger
 from distopt.comm.local import LocalControl
@@ -98,10 +99,10 @@ class VirtualRanks(LocalCommunicator):
         check_root(root, self.size)
         self.meter.broadcast(x.size, x.itemsize, root)
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by the sum of as many of it as there are ranks."""
-        flat = self._alike(as_flat(x, gpu=device.gpu_of(x)))
-        device.copy(flat, sum_in_rank_order([flat] * self.size))
+    def all_reduce(self, x: np.ndarray, op: str = "sum") -> None:
+        """Replace x, in place, by the sum, or another reduction, of as many of it as there are ranks."""
+        flat = self._alike(as_flat(x, gpu=device.gpu_of(x), op=op))
+        device.copy(flat, reduce_in_rank_order([flat] * self.size, op))
         self.meter.all_reduce(x.size, x.itemsize)
 
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
@@ -131,7 +132,10 @@ class VirtualRanks(LocalCommunicator):
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return a copy of the value, which all have alike."""
         check_root(root, self.size)
-        return objects.decode(objects.encode(value))
+        text, arrays = objects.encode(value)
+        for x in arrays.values():
+            self.meter.broadcast(x.nbytes, 1, root)
+        return objects.rebuilt(json.loads(text), {name: x.copy() for name, x in arrays.items()})
 
     def peers(self, x: np.ndarray) -> None:  # type: ignore[override]
         """Return None: the others have no memory of their own."""

@@ -295,7 +295,7 @@ def test_tensors_of_every_dtype_are_read_back(torch, tmp_path, capsys):
 @pytest.mark.torch
 @pytest.mark.parametrize("make", ["torch.eye(2).to_sparse()", "torch.ones(2, dtype=torch.complex64)"])
 def test_sparse_and_complex_tensors_are_refused(make, torch, tmp_path):
-    with pytest.raises(TypeError, match="/a: a checkpoint cannot hold"):
+    with pytest.raises(TypeError, match="/a: neither a checkpoint nor a message holds"):
         checkpoint.write(tmp_path / "x", {"a": eval(make, {"torch": torch})}, {})
 
 

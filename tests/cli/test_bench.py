@@ -63,7 +63,7 @@ class Broken(Wrapper):
                 x[-1] += 1
         return list(arrays)
 
-    def all_reduce(self, x):
+    def all_reduce(self, x, op="sum"):
         self.comm.all_reduce(x)
         self._spoil(x)
 
@@ -71,7 +71,7 @@ class Broken(Wrapper):
         self.comm.broadcast(x, root)
         self._spoil(x)
 
-    def reduce_scatter(self, x):
+    def reduce_scatter(self, x, op="sum"):
         return self._spoil(self.comm.reduce_scatter(x))[0]
 
     def all_gather(self, x, ragged=False, into=None):

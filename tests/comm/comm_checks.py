@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 
 import ml_dtypes
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 
 from distopt import kernels
 from distopt.buckets import plan
-from distopt.comm import Communicator, Exact, LocalCommunicator, Metered, MpiCommunicator, Ordered
-from distopt.comm.communicator import NUMBERS, UNDER_WAY, slices
+from distopt.comm import Communicator, Exact, LocalCommunicator, Metered, MpiCommunicator, Ordered, Voted
+from distopt.comm.communicator import DTYPES, HALVES, NUMBERS, UNDER_WAY, slices
 from distopt.comm.exact import sum_exactly
 from distopt.comm.message import UNTAGGED
 from distopt.compress import BucketContext, Dense, ExchangeContext, Int8
@@ -120,6 +121,114 @@ def sums_of(comm, arrays, compressor=None, layouts=()):
         return x, UNTAGGED, program_of((x, {}, context, UNTAGGED), compressor)
 
     return turns((None if x is None else program(x) for x in arrays), comm)
+
+
+FOLDS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+
+
+def reductions(comm):
+    """Every reduction of every dtype is that of numpy's, in rank order, halves in float32; a NaN makes NaN."""
+    for dtype in DTYPES:
+        rng = [np.random.default_rng([9, r]) for r in range(comm.size)]
+        everyone = [(4 * r.standard_normal(29)).astype(np.float64).astype(dtype) for r in rng]
+        if dtype.kind in "fV":
+            everyone[-1][3], everyone[0][4], everyone[-1][5] = np.nan, np.inf, -0.0
+        for op, fold in FOLDS.items():
+            mine = everyone[comm.rank].copy()
+            if (op in ("sum", "mean") and dtype.kind == "b") or (op == "mean" and dtype.kind in "iu"):
+                with pytest.raises(TypeError, match=f"op must be another one than {op} for {dtype}"):
+                    comm.all_reduce(mine, op)
+                continue
+            with np.errstate(all="ignore"):
+                total = everyone[0].astype(np.float32 if dtype in HALVES else dtype)
+                for x in everyone[1:]:
+                    total = fold(total, x.astype(total.dtype))
+                total = (total / total.dtype.type(comm.size) if op == "mean" else total).astype(dtype)
+            if op == "sum" and dtype.kind in "fV":
+                continue  # in an order of the transport's own
+            part = comm.reduce_scatter(mine.copy(), op)
+            comm.all_reduce(mine, op)
+            for found, wanted in ((mine, total), (part, total[slices(29, comm.size)[comm.rank]])):
+                assert found.dtype == dtype
+                np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8), f"{op} of {dtype}")
+    with pytest.raises(ValueError, match="op must be one of sum, mean, min, max, product, got 'average'"):
+        comm.all_reduce(np.ones(2), "average")
+
+
+def carried(comm):
+    """Arrays of dtypes that nothing adds up, and of any other, go from rank to rank as they are."""
+    for dtype in DTYPES:
+        everyone = [(values(7, np.int64, r) % 2).astype(dtype) for r in range(comm.size)]
+        mine = everyone[comm.rank].copy()
+        assert [x.tolist() for x in comm.all_gather(mine)] == [x.tolist() for x in everyone]
+        got = comm.all_to_all([mine[:to] for to in range(comm.size)], ragged=True)
+        assert [x.tolist() for x in got] == [x[: comm.rank].tolist() for x in everyone]
+        comm.broadcast(mine, comm.size - 1)
+        assert mine.tolist() == everyone[-1].tolist()
+
+
+def voted(comm):
+    """Ranks that agree get what they get without votes; ranks that differ, or of which one is wrong, all raise."""
+    careful, rank, size = Voted(comm), comm.rank, comm.size
+    for check in (reductions, carried, ragged):
+        check(careful)
+    careful.barrier()
+    wrong = {
+        "ranks differ: rank 0 has all_reduce, rank 1 has all_reduce by max": lambda x: careful.all_reduce(
+            x, "max" if rank else "sum"
+        ),
+        "rank 0 has all_gather of array 0 = (4,) float64, rank 1 has all_gather of array 0 = (3,) float64": lambda x: (
+            careful.all_gather(x[bool(rank) :])
+        ),
+        "rank 0 has barrier, rank 1 has broadcast from rank 0": lambda x: (
+            careful.broadcast(x, 0) if rank else careful.barrier()
+        ),
+        "rank 0 has broadcast from rank 0, rank 1 has broadcast from rank 1": lambda x: careful.broadcast(x, rank % 2),
+        "rank 0 has reduce_scatter of array 0 = (4,) int64, rank 1 has": lambda x: careful.reduce_scatter(
+            x.astype("i1" if rank else "i8")
+        ),
+        "rank 1: parts must be": lambda x: careful.all_to_all([x] * (size + (rank == 1))),
+        "rank 1: a communicator's array must be of": lambda x: careful.all_gather(x.astype("c8") if rank == 1 else x),
+    }
+    for text, call in wrong.items() if size > 1 else ():
+        with pytest.raises((ValueError, TypeError), match=re.escape(text)):
+            call(np.arange(4.0))
+    begun(comm)
+
+
+def begun(comm):
+    """What is begun is done in this order, beside other collectives; an error comes with its handle, on every rank."""
+    careful, size = Voted(Metered(comm)), comm.size
+    for _ in range(2):
+        x, y = np.full(1000, comm.rank + 1.0), np.full(3, comm.rank, np.int8)
+        handles = [
+            careful.begin("all_reduce", x, op="max"),
+            careful.begin("all_gather", y[: comm.rank % 3], ragged=True),
+            careful.begin("broadcast", y, root=size - 1),
+            careful.begin("all_gather", np.zeros(1 + comm.rank)),
+            careful.begin("broadcast_object", {0: comm.rank}),
+            careful.begin("barrier"),
+        ]
+        beside = np.ones(10)
+        comm.all_reduce(beside)
+        assert (beside == size).all()
+        found = []
+        for handle in handles:
+            try:
+                found.append(handle.wait())
+            except ValueError as error:
+                found.append(str(error))
+        assert all(handle.poll() for handle in handles)
+        assert (x == size).all()
+        assert (y == size - 1).all()
+        assert [part.tolist() for part in found[1]] == [[r] * (r % 3) for r in range(size)]
+        differ = "ranks differ: rank 0 has all_gather of array 0 = (1,) float64, rank 1 has"
+        assert size == 1 or found[3].startswith(differ)
+        assert found[4:] == [{0: 0}, None]
+    sums = careful.comm.report()["other all_reduce"]
+    assert (sums["calls"], sums["payload"]) == (2, 2 * 8000)
+    with pytest.raises(ValueError, match=r"verb must be one of all_reduce, .*, got 'lengths'"):
+        careful.begin("lengths", 1)
 
 
 def in_turn(comm):
@@ -345,7 +454,7 @@ def subgroups(comm):
 
 def everything(comm):
     """All of the above; on MPI once more with a chunk limit that forces every message into pieces."""
-    for check in (verbs, halves, ordered, meters, shared, shares, subgroups):
+    for check in (verbs, halves, ordered, meters, shared, shares, subgroups, reductions, carried, voted):
         check(comm)
     verbs(Metered(Ordered(comm)))
     if comm.pipelines:
@@ -353,7 +462,7 @@ def everything(comm):
             check(comm)
     if isinstance(comm, MpiCommunicator):
         comm.CHUNK = 1000
-        for check in (verbs, halves, between_hosts, ordered):
+        for check in (verbs, halves, between_hosts, ordered, carried):
             check(comm)
 
 

@@ -37,9 +37,9 @@ def install(patch=setattr, processes=False):
 class Host(Wrapper):
     """A communicator for numpy arrays which go up to the GPU, over NCCL, and down again."""
 
-    def all_reduce(self, x):
+    def all_reduce(self, x, op="sum"):
         there = up(x)
-        self.comm.all_reduce(there)
+        self.comm.all_reduce(there, op)
         self.comm.wait()
         x[...] = device.host_copy(there)
 
@@ -49,8 +49,8 @@ class Host(Wrapper):
     def all_to_all(self, parts, ragged=False):
         return self._down(self.comm.all_to_all([up(x) for x in parts], ragged))
 
-    def reduce_scatter(self, x):
-        return self._down([self.comm.reduce_scatter(up(x))])[0]
+    def reduce_scatter(self, x, op="sum"):
+        return self._down([self.comm.reduce_scatter(up(x), op)])[0]
 
     def broadcast(self, x, root=0):
         there = up(x)
@@ -81,6 +81,8 @@ def everything(comm, pieces=True):
     comm_checks.verbs(host)
     comm_checks.ordered(host)
     comm_checks.meters(host)
+    comm_checks.reductions(host)
+    comm_checks.carried(host)
     comm_checks.subgroups(host)
     if comm.size <= 2:
         comm_checks.halves(host)

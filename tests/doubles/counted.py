@@ -7,7 +7,7 @@ import numpy as np
 
 from distopt.comm import run_ranks
 from distopt.comm.byte_counts import DIRECT, RING
-from distopt.comm.communicator import Wrapper, slices, sum_in_rank_order
+from distopt.comm.communicator import Wrapper, reduce_in_rank_order, slices
 
 
 class Postman(Wrapper):
@@ -44,8 +44,8 @@ class Postman(Wrapper):
             self.send(r, parts[r].reshape(-1))
         return [parts[r].reshape(-1).copy() if r == self.rank else self.get(r) for r in range(self.size)]
 
-    def reduce_scatter(self, x):
-        return sum_in_rank_order(self.all_to_all([x.reshape(-1)[s] for s in slices(x.size, self.size)]))
+    def reduce_scatter(self, x, op="sum"):
+        return reduce_in_rank_order(self.all_to_all([x.reshape(-1)[s] for s in slices(x.size, self.size)]), op)
 
     def lengths(self, n):
         return [int(a[0]) for a in self.all_gather(np.array([n]))]
@@ -53,8 +53,8 @@ class Postman(Wrapper):
     def peers(self, x):
         return None  # nothing but messages
 
-    def all_reduce(self, x):
-        own = self.reduce_scatter(x)
+    def all_reduce(self, x, op="sum"):
+        own = self.reduce_scatter(x, op)
         x.reshape(-1)[:] = np.concatenate(self.all_gather(own, ragged=True))
 
 
@@ -78,7 +78,7 @@ class Around(Postman):
     def all_gather(self, x, ragged=False, into=None):
         return self._pass_on({self.rank: x.reshape(-1).copy()}, self.rank)
 
-    def all_reduce(self, x):
+    def all_reduce(self, x, op="sum"):
         flat = x.reshape(-1)
         parts = {r: flat[s].copy() for r, s in enumerate(slices(x.size, self.size))}
         for step in range(self.size - 1):

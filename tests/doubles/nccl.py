@@ -32,6 +32,7 @@ from doubles import gpu, nccl_buffers
 
 DTYPES = {
     real.NCCL_UINT8: np.uint8,
+    real.NCCL_INT8: np.int8,
     real.NCCL_INT32: np.int32,
     real.NCCL_INT64: np.int64,
     real.NCCL_FLOAT16: np.float16,

@@ -32,7 +32,7 @@ class Wire(Wrapper):
         outlier = 10 if self.rng.random() < 0.1 else 1
         self.now += self._seconds[verb](nbytes) * outlier * (1 + 0.02 * self.rng.random())
 
-    def all_reduce(self, x):
+    def all_reduce(self, x, op="sum"):
         self._take("all_reduce", x.nbytes)
 
     def all_gather(self, x, ragged=False, into=None):
@@ -46,7 +46,7 @@ class Wire(Wrapper):
         self._take("all_to_all", sum(p.nbytes for p in parts))
         return list(parts)
 
-    def reduce_scatter(self, x):
+    def reduce_scatter(self, x, op="sum"):
         self._take("reduce_scatter", x.nbytes)
         return x
 

@@ -10,8 +10,8 @@ import distopt
 ROWS = {  # from the ground up
     "ground": "checks formatting version io",
     "machine and job": "device resilience",
-    "maths": "kernels",
-    "parts": "buckets comm compress checkpoint",
+    "maths and files": "kernels checkpoint",
+    "parts": "buckets comm compress",
     "exchange and update": "exchange optim",
     "the step": "engine",
     "SINGA's methods": "singa",
@@ -28,7 +28,7 @@ HEAVY = {
     "torch": {
         *("comm/process_group.py", "comm/gloo.py", "comm/epoch_ranks.py", "torch/ddp.py", "torch/exchange.py"),
         *("torch/local_steps.py", "torch/model.py", "torch/rank_buffers.py", "torch/rank_passes.py", "torch/state.py"),
-        *("torch/synchronize.py", "torch/tensors.py"),
+        *("torch/sparse.py", "torch/synchronize.py", "torch/tensors.py"),
         *("torch/integrations/__init__.py", "torch/integrations/accelerate.py"),
     },
     "jax": {"jax/trees.py", "optim/adapters/optax.py"},
