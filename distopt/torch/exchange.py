@@ -141,6 +141,7 @@ class GradientExchange(Checkpointed):
         threshold: elements that fill a bucket.
         overlap: as of ``DistOpt``.
         ignored: names of a module's parameters and buffers that are left to it.
+        sparse: names of parameters whose gradients are exchanged by others.
 
     Raises:
         TypeError: a parameter is sparse, not on the CPU, or has gaps in memory; or an argument is of a wrong type.
@@ -161,8 +162,9 @@ class GradientExchange(Checkpointed):
         threshold: int = 2097152,
         overlap: str | bool = "auto",
         ignored: Collection[str] = (),
+        sparse: Collection[str] = (),
     ):
-        model = self._model = TorchModel(params, ignored=ignored)
+        model = self._model = TorchModel(params, ignored=ignored, sparse=sparse)
         comm = self.communicator = communicator(group, model.parameters[0].tensor)
         self.compressor = Dense() if compressor is None else compressor
         check_compressor(self.compressor)

@@ -81,14 +81,15 @@ class TensorParameter(Parameter):
 class TorchModel:
     """The parameters of a model that require a gradient, the last ones first, as their gradients come."""
 
-    def __init__(self, params: Any, optimizer: Any = None, ignored: Collection[str] = ()):
+    def __init__(self, params: Any, optimizer: Any = None, ignored: Collection[str] = (), sparse: Collection[str] = ()):
         # params: a module, or an iterable of tensors or of (name, tensor) pairs; None for those of the optimizer, which
         # is one of torch's.
         module = isinstance(params, torch.nn.Module)
         if isinstance(params, torch.Tensor) or not (module or params is None or isinstance(params, Iterable)):
             raise TypeError(f"{PARAMS}, got {type(params).__name__}")
         self._given = params if module else list(params or ())
-        self._optimizer, self._ignored = optimizer, ignored
+        # sparse: names of those that have sparse gradients, and no place in the plan.
+        self._optimizer, self._ignored, self._sparse = optimizer, ignored, sparse
         # Names of all tensors so far, frozen ones too, by id.
         self._names: dict[int, tuple[str, torch.Tensor]] = {}
         self._by_tensor: dict[int, TensorParameter] = {}
@@ -101,9 +102,9 @@ class TorchModel:
         if not trained:
             raise ValueError("params must have a tensor that requires a gradient, got none")
         self._learn(self._with(trained))
-        frozen = {n: t for n, t in self._names.values() if not t.requires_grad}
+        frozen = {n: t for n, t in self._names.values() if not t.requires_grad or n in sparse}
         self._buffers = {n: t for n, t in params.named_buffers() if n not in ignored} if module else {}
-        # A module's buffers, and frozen parameters, by name.
+        # A module's buffers, and parameters that are frozen or have sparse gradients, by name.
         self.others = {n: t.detach() for n, t in (self._buffers | frozen).items()}
         # None where a process is one rank, whose buffers are its own.
         self.rank_buffers: RankBuffers | None = None
@@ -127,7 +128,7 @@ class TorchModel:
                 if not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"{PARAMS}, got one of {type(tensor).__name__}")
                 self._names[key] = name or f"parameter {len(self._names)}", tensor
-            if tensor.requires_grad and key not in self._by_tensor:
+            if tensor.requires_grad and key not in self._by_tensor and self._names[key][0] not in self._sparse:
                 found[key] = TensorParameter(*self._names[key])
         # A shard may be empty.
         return [p for p in reversed(found.values()) if p.data.size]

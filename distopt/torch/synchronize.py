@@ -25,12 +25,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from distopt import device
+from distopt.checks import check_bool
 from distopt.compress import Compressor
 from distopt.engine.joining import Joining
 from distopt.engine.spec import shows
 from distopt.torch.exchange import GradientExchange, not_logical
 from distopt.torch.model import TWICE, TensorParameter
 from distopt.torch.rank_passes import RankPasses
+from distopt.torch.sparse import SparseGradients, sparse_parameters
 from distopt.torch.tensors import hand_over, is_dtensor
 
 LOG = logging.getLogger("distopt")
@@ -95,6 +97,7 @@ class Synchronizer(GradientExchange):
     Args:
         model: its parameters that require a gradient take part.
         compressor: what is sent; None for ``Dense()``.
+        sparse_as_dense: send sparse gradients as dense ones, and leave dense means in ``p.grad``.
         **options: the keyword arguments of ``GradientExchange``.
 
     Raises:
@@ -103,15 +106,23 @@ class Synchronizer(GradientExchange):
     """
 
     @shows(GradientExchange)
-    def __init__(self, model: torch.nn.Module, compressor: Compressor | None = None, **options: Any):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        compressor: Compressor | None = None,
+        *,
+        sparse_as_dense: bool = False,
+        **options: Any,
+    ):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise TypeError("model must not be a DistributedDataParallel, which exchanges gradients; see compress")
         if is_synchronized(model):
             raise ValueError("model must not be synchronized twice, got one that is; close() the first Synchronizer")
-        super().__init__(model, compressor, **options)
-        self._module = weakref.ref(model)
+        sparse = {} if check_bool("sparse_as_dense", sparse_as_dense) else dict(sparse_parameters(model))
+        super().__init__(model, compressor, **options, sparse=sparse)
+        self._module, self._as_dense = weakref.ref(model), sparse_as_dense
         self._homes = {p.name: GradientSlot(p) for p in self._model.parameters}
         self._names = {id(p.original): p.name for p in self._model.parameters}
         self._sharded = any(home.sharded for home in self._homes.values())
@@ -141,6 +152,13 @@ class Synchronizer(GradientExchange):
             # torch's method has no types
             leaf: Any = p.original
             self._hooks.append(leaf.register_post_accumulate_grad_hook(functools.partial(self._note, p.name)))
+        # Of these nothing is in a bucket.
+        self._sparse_names, self._sparse_came = {id(p): name for name, p in sparse.items()}, set[str]()
+        self._sparse = SparseGradients(self.engine.comm, sparse) if sparse else None
+        if sparse:
+            self.engine.check_own_rank("a sparse gradient")
+        for name, p in sparse.items():
+            self._hooks.append(p.register_post_accumulate_grad_hook(functools.partial(self._note_sparse, name)))
         _synchronized.add(model)
         _stepped_for.add(self)
         _watch_optimizers()
@@ -228,6 +246,7 @@ class Synchronizer(GradientExchange):
         self._report_failure()
         self.engine.let_in()
         self._arrived |= {name for name, home in self._homes.items() if home.changed}
+        self._sparse_came |= set(self._sparse_names.values())
         self._exchange(EarlyExchange(self) if self.may_overlap else None)
 
     def rejoin(self, extra: Any = None) -> Any:
@@ -337,10 +356,18 @@ class Synchronizer(GradientExchange):
         if self._passes:
             self._passes.note(name)
         elif p.grad is not None:
+            if p.grad.is_sparse and self._as_dense:
+                p.grad = p.grad.to_dense()
             if self._early:
                 self._early.put(name, p.grad, again=name in self._came)
             self._came.add(name)
             self._arrived.add(name)
+
+    def _note_sparse(self, name: str, p: torch.Tensor) -> None:
+        """Note that a sparse gradient came."""
+        if self._syncs and not self._waits:
+            self._begin()
+        self._sparse_came.add(name)
 
     def _begin(self) -> None:
         """Make autograd call ``_end`` after the backward pass that has begun."""
@@ -373,6 +400,7 @@ class Synchronizer(GradientExchange):
     def _exchange(self, early: "EarlyExchange | None") -> None:
         """Exchange the gradients, of which ``early`` has some, and give the model the means."""
         arrived, self._arrived, came, self._came = self._arrived, set(), self._came, set()
+        sparse_came, self._sparse_came = self._sparse_came, set()
         homes, views = self._homes, self.views
         gradients = {name: g for name, home in homes.items() if (g := home.gradient()) is not None}
         error = self._error({name: g for name, g in gradients.items() if name in arrived})
@@ -395,13 +423,15 @@ class Synchronizer(GradientExchange):
         for name, home in homes.items():
             if name not in nowhere:
                 home.store(views[name])
+        if self._sparse:
+            self._sparse.exchange(sparse_came, self.engine.progress.updates)
         self._exchanges += 1
 
     def _report_failure(self) -> None:
         """Tell the other ranks, which wait, if the last backward pass has raised here; they raise it too."""
         if self._waits:
             error = RuntimeError("a backward pass has raised")
-            self._waits, self._arrived, self._came = False, set(), set()
+            self._waits, self._arrived, self._came, self._sparse_came = False, set(), set(), set()
             early, self._early = self._early, None
             # This rank has had its own error.
             with contextlib.suppress(RuntimeError):
@@ -419,7 +449,8 @@ class Synchronizer(GradientExchange):
         """Return an error if the model is not what it was, or the gradients that arrived are none to be exchanged."""
         module = self._module()
         for name, p in () if module is None else module.named_parameters():
-            if p.requires_grad and not self._name(p) and p.numel() and not is_dtensor(p):
+            known = self._name(p) or id(p) in self._sparse_names
+            if p.requires_grad and not known and p.numel() and not is_dtensor(p):
                 return ValueError(
                     f"{name}: a parameter that requires a gradient must have been there, and have required one, when "
                     "the model was synchronized; close() and synchronize again after a change of the model"
@@ -624,7 +655,7 @@ def synchronize(model: torch.nn.Module, compressor: Compressor | None = None, **
     Args:
         model: the model; rank 0's parameters and buffers are sent to all ranks.
         compressor: what is sent; None for all of it.
-        **options: the keyword arguments of ``GradientExchange``: ``optimizer``, the script's, which a compressor with a
+        **options: ``sparse_as_dense``, and the keyword arguments of ``GradientExchange``: ``optimizer``, the script's, which a compressor with a
             momentum needs; ``scaler``, if there is one; ``group``, a process group of torch or a communicator, as
             ``distopt.comm.Metered(distopt.world())``, which counts bytes; exchange, break_even, threshold, overlap.
 
