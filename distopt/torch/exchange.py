@@ -58,7 +58,8 @@ class ScriptsOptimizer(TorchAdapter):
                 )
             return
         updated = {id(p) for group in self.opt.param_groups for p in group["params"]}
-        if updated.isdisjoint(map(id, parameters)):
+        ids = set(map(id, parameters))
+        if ids and updated.isdisjoint(ids):
             raise ValueError(
                 f"optimizer must update parameters of the model, got a {type(self.opt).__name__} of {len(updated)} "
                 "others; make it of the model's parameters as they are now"
@@ -165,7 +166,7 @@ class GradientExchange(Checkpointed):
         sparse: Collection[str] = (),
     ):
         model = self._model = TorchModel(params, ignored=ignored, sparse=sparse)
-        comm = self.communicator = communicator(group, model.parameters[0].tensor)
+        comm = self.communicator = communicator(group, model._there())
         self.compressor = Dense() if compressor is None else compressor
         check_compressor(self.compressor)
         self._policy, adapter = InTheGradients(scaler), ScriptsOptimizer(optimizer)

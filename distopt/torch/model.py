@@ -99,7 +99,7 @@ class TorchModel:
         # The stream of torch's in which those are read.
         self._stream: Any = None
         trained = self._untrained()
-        if not trained:
+        if not trained and not sparse:
             raise ValueError("params must have a tensor that requires a gradient, got none")
         self._learn(self._with(trained))
         frozen = {n: t for n, t in self._names.values() if not t.requires_grad or n in sparse}
@@ -275,7 +275,8 @@ class TorchModel:
 
     def _there(self) -> torch.Tensor:
         """Return a parameter that is not gone."""
-        return next(p.tensor for p in self.parameters if p.find() is not None)
+        here = (p.tensor for p in self.parameters if p.find() is not None)
+        return next(here) if self.parameters else next(iter(self.others.values()))
 
     def overlap(self) -> None:
         """Make ``gradients`` of a tensor yield pairs while its backward pass goes on in a thread of its own."""
@@ -371,7 +372,9 @@ class TorchModel:
         if gradient is None:
             return None
         if gradient.layout is not torch.strided:
-            raise TypeError(f"{parameter.name}: a gradient must be dense, got {gradient.layout}; use sparse=False")
+            raise TypeError(
+                f"{parameter.name}: a gradient must be dense, got {gradient.layout}; use sparse=False, or sparse_as_dense=True"
+            )
         if gradient.stride() != parameter.like.stride():
             gradient = torch.empty_like(parameter.like, device=gradient.device).copy_(gradient)
         alike = (gradient.dtype, gradient.shape) == (parameter.like.dtype, parameter.like.shape)

@@ -655,8 +655,10 @@ def synchronize(model: torch.nn.Module, compressor: Compressor | None = None, **
     Args:
         model: the model; rank 0's parameters and buffers are sent to all ranks.
         compressor: what is sent; None for all of it.
-        **options: ``sparse_as_dense``, and the keyword arguments of ``GradientExchange``: ``optimizer``, the script's, which a compressor with a
-            momentum needs; ``scaler``, if there is one; ``group``, a process group of torch or a communicator, as
+        **options: ``sparse_as_dense``, which sends the sparse gradients of an ``Embedding(sparse=True)`` as dense ones
+            (by default only their rows are gathered, and no compressor is applied), and the keyword arguments of
+            ``GradientExchange``: ``optimizer``, the script's, which a compressor with a momentum needs; ``scaler``, if
+            there is one; ``group``, a process group of torch or a communicator, as
             ``distopt.comm.Metered(distopt.world())``, which counts bytes; exchange, break_even, threshold, overlap.
 
     Raises:
