@@ -14,14 +14,14 @@ from distopt.comm.nccl import NcclCommunicator
 from distopt.comm.nccl_library import nccl_unique_id
 from distopt.comm.ordered import Ordered, in_rank_order
 from distopt.comm.threads import ThreadCommunicator, run_ranks
-from distopt.comm.voted import Handle, Voted
+from distopt.comm.voted import CollectiveHandle, Voted
 from distopt.comm.world import world
 
 __all__ = [
+    "CollectiveHandle",
     "Communicator",
     "Elastic",
     "Exact",
-    "Handle",
     "LocalCommunicator",
     "Logical",
     "Metered",

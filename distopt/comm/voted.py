@@ -61,8 +61,18 @@ def agree_on_arrays(
     return arrays
 
 
-class Handle:
-    """A collective that ``Voted.begin`` has begun."""
+class CollectiveHandle:
+    """A collective that ``Voted.begin`` has begun.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.comm import LocalCommunicator, Voted
+        >>> x = np.ones(2)
+        >>> handle = Voted(LocalCommunicator()).begin("all_reduce", x, op="mean")
+        >>> handle.wait()
+        >>> handle.poll()
+        True
+    """
 
     def __init__(self, result: "Future[Any]", comm: Communicator):
         self._result, self._comm, self._enqueued = result, comm, device.StreamEvent() if comm.gpu is not None else None
@@ -148,7 +158,7 @@ class Voted(Wrapper):
     def barrier(self) -> None:
         agree_on_arrays(self.comm, "barrier", [])
 
-    def begin(self, verb: str, *arguments: Any, **options: Any) -> Handle:
+    def begin(self, verb: str, *arguments: Any, **options: Any) -> CollectiveHandle:
         """Begin a collective, and return a handle of it; its arguments must stay as they are until it is complete.
 
         What was begun is done in this order, which must be the same on all ranks, in a thread and on a communicator of
@@ -170,8 +180,6 @@ class Voted(Wrapper):
             >>> handle = Voted(LocalCommunicator()).begin("all_gather", np.ones(2))
             >>> handle.wait()
             [array([1., 1.])]
-            >>> handle.poll()
-            True
         """
         if verb not in VERBS:
             raise ValueError(f"verb must be one of {', '.join(VERBS)}, got {verb!r}")
@@ -187,7 +195,7 @@ class Voted(Wrapper):
             self._jobs.put(job)
         else:
             job()
-        return Handle(result, self._apart)
+        return CollectiveHandle(result, self._apart)
 
     def moved_to(self, comm: Communicator) -> Communicator:
         return Voted(comm)

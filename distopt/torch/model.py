@@ -373,7 +373,8 @@ class TorchModel:
             return None
         if gradient.layout is not torch.strided:
             raise TypeError(
-                f"{parameter.name}: a gradient must be dense, got {gradient.layout}; use sparse=False, or sparse_as_dense=True"
+                f"{parameter.name}: a gradient must be dense, got {gradient.layout}; "
+                "use sparse=False, or sparse_as_dense=True"
             )
         if gradient.stride() != parameter.like.stride():
             gradient = torch.empty_like(parameter.like, device=gradient.device).copy_(gradient)

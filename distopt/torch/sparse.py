@@ -14,7 +14,7 @@ from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.torch.tensors import as_array
 
 
-def sparse_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def sparse_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters of a model whose gradients are sparse, by name."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
@@ -24,7 +24,7 @@ def sparse_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
 class SparseGradients:
     """Exchange of sparse gradients: every rank gathers the rows that any rank has, and adds them up in rank order."""
 
-    def __init__(self, comm: Communicator, parameters: dict[str, torch.nn.Parameter]):
+    def __init__(self, comm: Communicator, parameters: dict[str, torch.Tensor]):
         # Hooks of these hold what holds this.
         self._comm, self._find = comm, {name: weakref.ref(p) for name, p in parameters.items()}
 
