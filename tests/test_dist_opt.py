@@ -284,7 +284,7 @@ def test_update_checks_the_gradient_before_it_sends_anything():
         opt.update(p, wrong)
     assert (wrong == 4).all()
     with pytest.raises(TypeError, match="a communicator's array must be"):
-        opt.fused_all_reduce([np.ones(2, np.int8)], send=False)
+        opt.fused_all_reduce([np.ones(2, np.uint32)], send=False)
 
 
 def test_neighbours_in_one_array_are_no_overlap():

@@ -120,7 +120,8 @@ class Synchronizer(GradientExchange):
             raise TypeError("model must not be a DistributedDataParallel, which exchanges gradients; see compress")
         if is_synchronized(model):
             raise ValueError("model must not be synchronized twice, got one that is; close() the first Synchronizer")
-        sparse = {} if check_bool("sparse_as_dense", sparse_as_dense) else dict(sparse_parameters(model))
+        found = () if check_bool("sparse_as_dense", sparse_as_dense) else sparse_parameters(model)
+        sparse: dict[str, Any] = dict(found)
         super().__init__(model, compressor, **options, sparse=sparse)
         self._module, self._as_dense = weakref.ref(model), sparse_as_dense
         self._homes = {p.name: GradientSlot(p) for p in self._model.parameters}
@@ -157,8 +158,8 @@ class Synchronizer(GradientExchange):
         self._sparse = SparseGradients(self.engine.comm, sparse) if sparse else None
         if sparse:
             self.engine.check_own_rank("a sparse gradient")
-        for name, p in sparse.items():
-            self._hooks.append(p.register_post_accumulate_grad_hook(functools.partial(self._note_sparse, name)))
+        for name, leaf in sparse.items():
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(functools.partial(self._note_sparse, name)))
         _synchronized.add(model)
         _stepped_for.add(self)
         _watch_optimizers()
