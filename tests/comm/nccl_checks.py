@@ -81,7 +81,6 @@ def everything(comm, pieces=True):
     comm_checks.verbs(host)
     comm_checks.ordered(host)
     comm_checks.meters(host)
-    comm_checks.reductions(host)
     comm_checks.carried(host)
     comm_checks.subgroups(host)
     if comm.size <= 2:
