@@ -4,8 +4,8 @@ help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 run: .venv ## train the digits on two ranks
 	.venv/bin/distopt run -n 2 examples/digits.py
-test: .venv ## the default tier: in process, and four runs of two ranks; 70 s on two cores
-	$(PYTHON) -m pytest -q
+test: .venv ## the default tier: in process, and four runs of two ranks
+	$(PYTHON) -m pytest -q -n auto --dist loadfile
 test-mpi: .venv ## the tiers of MPI processes and of faults
 	$(PYTHON) -m pytest -q -m "(mpi or faults) and not (device or torch or slow or gpu)"
 test-all: .venv ## every tier but full, slow, gpu and slurm; half an hour
