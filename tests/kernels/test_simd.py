@@ -67,7 +67,8 @@ def _converted(library, x, wire, name):
     sent, copied, narrow, summed, of_both = (np.empty(x.size, np.uint16) for _ in range(5))
     rest, wide, back, total, kept = x.copy(), np.empty_like(x), np.empty_like(x), x.copy(), x.copy()
     parts = np.array([wire.ctypes.data, sent.ctypes.data, wire.ctypes.data])
-    none, addend = ctypes.c_longlong(0), x[::-1].copy()
+    # which of two NaN a sum is, IEEE 754 leaves open
+    none, addend = ctypes.c_longlong(0), np.where(np.isnan(x), np.float32(1), x[::-1])
     call("encode", pointer(rest), pointer(sent), none, None, number(0.25), number(most), None)
     call("encode", pointer(kept), pointer(of_both), n, pointer(addend), number(0.25), number(most), None)
     call("copy", pointer(x), pointer(copied), number(0.25), number(most), None)
