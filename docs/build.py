@@ -1,6 +1,6 @@
 """Build the site: ``docs/build.py`` puts its pages together in build/pages and lets Zensical make build/site of them.
 
-The pages are those of docs/, the README as the start, the other Markdown files that they link to, and a page of the API
+The pages are those of docs/, with start.md as the start, the README, the other Markdown files that they link to, and a page of the API
 for each public module, which mkdocstrings fills with the docstrings.
 """
 
@@ -16,9 +16,10 @@ PROJECT = Path(__file__).resolve().parents[1]
 DOCS = PROJECT / "docs"
 STAGE = PROJECT / "build" / "pages"
 
-# Where files outside of docs/ are in the site, and the list of pages, as the README is its index.
+# Where files outside of docs/ are in the site, and the two whose names there are others.
 ELSEWHERE = {
-    PROJECT / "README.md": "index.md",
+    PROJECT / "README.md": "readme.md",
+    DOCS / "start.md": "index.md",
     DOCS / "index.md": "pages.md",
     PROJECT / "CHANGELOG.md": "changelog.md",
     PROJECT / "tests" / "gpu" / "README.md": "guides/first_hour.md",
