@@ -122,7 +122,9 @@ def test_what_was_done_is_not_done_again_unless_it_is_named(python, tmp_path):
 
 
 def test_a_process_that_a_piece_leaves_after_is_ended(python, tmp_path):
-    (tmp_path / "do/test_load").write_text(f"setsid sleep 600 > {tmp_path}/said & echo $! > {tmp_path}/pid")
+    left = f"setsid sleep 600 > {tmp_path}/said & echo $! > {tmp_path}/pid"
+    begun = "until grep -q sleep /proc/$!/comm; do :; done"  # in the middle of exec a process has no environment
+    (tmp_path / "do/test_load").write_text(f"{left}; {begun}")
     run(RUN, tmp_path, "test-gpu-load", GPU_PYTHON=python)
     pid = (tmp_path / "pid").read_text().strip()
     said = (tmp_path / "kept/results/test-gpu-load.txt").read_text()
