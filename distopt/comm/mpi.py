@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from distopt.comm.communicator import HALVES, Communicator, Groups, as_flat, check_root, group_of
+from distopt.comm.communicator import Communicator, Groups, as_flat, check_root, group_of
 from distopt.comm.control import PeerLeft
 from distopt.comm.joiner import Joiner
 from distopt.comm.mpi_control import (
@@ -111,11 +111,12 @@ class MpiCommunicator(SharingCommunicator):
         self._joiners = SpawnedJoiners()
 
     def _sum_in_phases(self, x: np.ndarray, turn: int = 1) -> Iterator[None]:
-        # Slices of 16-bit numbers go to their owners, are added up there, and come back; so do those of all numbers if
-        # ranks may be lost (`mpi_losses`), and large ones if each of several ranks has a host of its own, or one of two
-        # hosts has a single rank: MPI libraries' sums send more.  Else MPI sums other dtypes, between hosts always by a
+        # Slices of numbers of 8 and 16 bits go to their owners, are added up there, and come back: floats in float32,
+        # and integers wrap around, which Open MPI's do not with AVX.  So do those of all numbers if ranks may be
+        # lost (`mpi_losses`), and large ones if each of several ranks has a host of its own, or one of two hosts has a
+        # single rank: MPI libraries' sums send more.  Else MPI sums other dtypes, between hosts always by a
         # non-blocking call, overlapped or not: some MPI libraries add in another order in the blocking one.
-        if x.dtype not in HALVES and self._base is None and x.nbytes < self._slices_from:
+        if x.dtype.itemsize > 2 and self._base is None and x.nbytes < self._slices_from:
             pieces = [x[start : start + self.CHUNK] for start in range(0, x.size, self.CHUNK)]
             if not self.spans_hosts:
                 for piece in pieces:
