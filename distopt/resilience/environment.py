@@ -121,10 +121,8 @@ def torchs(environ: Mapping[str, str] = os.environ) -> Launch | None:
     size, rank = environ.get(TORCHRUN.size, ""), environ.get(TORCHRUN.rank, "")
     if not (size.isdigit() and rank.isdigit()):
         return None
-    told, by = (
-        f"RANK={rank}, WORLD_SIZE={size}",
-        next((by for name, by in TORCHS_LAUNCHERS.items() if name in environ), ""),
-    )
+    told = f"RANK={rank}, WORLD_SIZE={size}"
+    by = next((by for name, by in TORCHS_LAUNCHERS.items() if name in environ), "")
     return Launch(by, int(size), int(rank), False, f"{by} set {told}" if by else f"the environment has {told}")
 
 
