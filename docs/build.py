@@ -1,7 +1,7 @@
 """Build the site: ``docs/build.py`` puts its pages together in build/pages and lets Zensical make build/site of them.
 
-The pages are those of docs/, with start.md as the start, the README, the other Markdown files that they link to, and a page of the API
-for each public module, which mkdocstrings fills with the docstrings.
+The pages are those of docs/, with start.md as the start, the README, the other Markdown files that they link to, and a
+page of the API for each public module, which mkdocstrings fills with the docstrings.
 """
 
 import ast
