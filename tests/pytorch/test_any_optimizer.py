@@ -5,11 +5,10 @@ import pytest
 pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
 import any_optimizer
 
-pytestmark = pytest.mark.torch
-FULL = [pytest.param(package, marks=pytest.mark.full) for package in any_optimizer.PACKAGES if package != "torch"]
+pytestmark = pytest.mark.thorough
 
 
-@pytest.mark.parametrize("package", ["torch", *FULL])
+@pytest.mark.parametrize("package", [pytest.param("torch", marks=pytest.mark.torch), *any_optimizer.PACKAGES[1:]])
 def test_the_table_is_true(package, tmp_path):
     pytest.importorskip(package, reason=f"{package} is missing: pip install {package.replace('_', '-')}")
     rows = dict(any_optimizer.rows_of(package, None, tmp_path))
