@@ -164,7 +164,7 @@ class Voted(Wrapper):
         What was begun is done in this order, which must be the same on all ranks, in a thread and on a communicator of
         its own (``separate``); others may be called meanwhile.  Where one thread alone may exchange (``may_overlap``),
         it is done at once, and on a GPU it is enqueued.  Errors are raised by the handle's ``wait``.  Wait for all
-        handles before the script ends.
+        handles before the script ends.  An elastic job lets nobody in that has not begun the same.
 
         Args:
             verb: the collective's name, as 'all_reduce'.

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:  # the older name of the same package
+    from pytorch_lightning import Callback, LightningModule, Trainer
 
 from distopt.compress import Compressor
 from distopt.engine.spec import shows
