@@ -166,10 +166,10 @@ def resident_blocks(registers: int, shared: int, architecture: int, threads: int
 
 
 @functools.cache
-def everything(architecture: int) -> dict[tuple[str, str], Any]:
+def everything(architecture: int, compile_text: Any = compiled) -> dict[tuple[str, str], Any]:
     """All texts, compiled by as many threads as there are cores: a future for (text, real)."""
     pool = ThreadPoolExecutor(os.cpu_count())
-    return {case: pool.submit(compiled, *case, architecture) for case in itertools.product(TEXTS, REALS)}
+    return {case: pool.submit(compile_text, *case, architecture) for case in itertools.product(TEXTS, REALS)}
 
 
 def table(real: str, architecture: int) -> str:

@@ -7,9 +7,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from simt.build import build
+from simt.build import build, folder
 
-FOLDER = "DISTOPT_SHIM"
 _one_builds = threading.Lock()
 
 
@@ -21,16 +20,8 @@ def library(real):
 
 @functools.cache
 def _library(real):
-    kept = Path(os.environ.get(FOLDER) or _folder().name) / f"device-{real}.so"
+    kept = folder() / f"device-{real}.so"
     if not kept.exists():
         with tempfile.TemporaryDirectory(dir=kept.parent) as draft:
             os.replace(build(Path(draft), real), kept)
     return ctypes.CDLL(str(kept))
-
-
-@functools.cache
-def _folder():
-    """Where the libraries are until this process ends."""
-    made = tempfile.TemporaryDirectory()
-    os.environ[FOLDER] = made.name
-    return made

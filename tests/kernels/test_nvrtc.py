@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from benchmarks.gpu_sass import REALS, TEXTS, everything, nvrtc
+from benchmarks.gpu_sass import REALS, TEXTS, nvrtc
 from distopt.kernels.dispatch import KERNELS, NATIVE
+from ptx import everything
 
 # Those of data centres are compiled for test_sass.py anyhow.
 ARCHITECTURES = [80, 90, 100, *(pytest.param(architecture, marks=pytest.mark.full) for architecture in (75, 120))]

@@ -8,6 +8,7 @@ from test_nvrtc import kernels_of
 from benchmarks import gpu_sass
 from benchmarks.gpu_sass import REALS, SHARED, TEXTS, resident_blocks
 from distopt.kernels.dispatch import THREADS
+from ptx import everything
 
 pytestmark = [
     pytest.mark.device,
@@ -74,7 +75,7 @@ EITHER = {"add_parts", "add_decay", "decay_momentum"}  # read what lies in share
 @functools.cache
 def codes(text, real, architecture):
     """What the compiler made of a text's kernels, by name."""
-    binary, _, log = gpu_sass.everything(architecture)[text, real].result()
+    binary, _, log = everything(architecture)[text, real].result()
     found = gpu_sass.kernel_codes(binary, log) if kernels_of(text) else {}
     return {name.removesuffix(f"_{real}"): code for name, code in found.items()}
 

@@ -22,6 +22,21 @@ def planted(request, tmp_path_factory):
     return build(folder, "float", ["-DSIMT_UCONTEXT"] if request.param == "ucontext" else (), texts=texts)
 
 
+def test_a_library_is_compiled_once_and_again_where_its_text_or_an_option_is_another(tmp_path, monkeypatch):
+    kept, text = tmp_path / "kept", tmp_path / "some.cu"
+    kept.mkdir()
+    monkeypatch.setattr("simt.build.folder", lambda: kept)
+    text.write_text('extern "C" void some_float(int) {}\n')
+    found = [build(tmp_path, "float", texts=[text]).read_bytes() for _ in "ab"]
+    assert found[0] == found[1]
+    assert len(list(kept.iterdir())) == 1
+    build(tmp_path, "float", ["-DSIMT_UCONTEXT"], texts=[text])
+    assert len(list(kept.iterdir())) == 2
+    text.write_text('extern "C" void some_float(long) {}\n')
+    build(tmp_path, "float", texts=[text])
+    assert len(list(kept.iterdir())) == 3
+
+
 def launch(library, name, blocks, threads, *values):
     """The kernel's launch; numbers are passed as long long."""
     held = [ctypes.c_void_p(v.ctypes.data) if isinstance(v, np.ndarray) else ctypes.c_longlong(v) for v in values]

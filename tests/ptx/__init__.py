@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 from test_kernels import compiler
 
-from benchmarks.gpu_sass import TEXTS, compiled, nvrtc
-from distopt.kernels.signatures import NATIVE
+from benchmarks import gpu_sass
+from benchmarks.gpu_sass import TEXTS, nvrtc
+from distopt.kernels.signatures import CUDA_FLAGS, NATIVE
 from ptx.translate import Entry, translate
 from simt.build import HERE as SIMT
-from simt.build import SANITIZE
+from simt.build import SANITIZE, kept, link
 
 HERE = Path(__file__).parent
 ARCHITECTURE = 80
@@ -45,6 +47,22 @@ CLANG_MARKS = [
     pytest.mark.full,  # it takes more than a minute to compile its texts once more
     pytest.mark.skipif(clang() is None, reason="clang is missing: pip install ziglang"),
 ]
+
+
+def compiled(text: str, real: str, architecture: int) -> tuple[bytes, str, str]:
+    """What ``gpu_sass.compiled`` returns, once for all tiers."""
+    native = gpu_sass.NATIVE  # another one where a fault is planted
+    sources = [path.read_bytes() for path in (native / text, *sorted(native.glob("*.h")))]
+
+    def compile_source() -> bytes:
+        binary, ptx, log = gpu_sass.compiled(text, real, architecture)
+        return json.dumps([binary.hex(), ptx, log]).encode()
+
+    binary, ptx, log = json.loads(kept(("NVRTC", text, real, architecture, CUDA_FLAGS, sources), compile_source))
+    return bytes.fromhex(binary), ptx, log
+
+
+everything = functools.partial(gpu_sass.everything, compile_text=compiled)
 
 
 def by_nvrtc(text: str, real: str, architecture: int = ARCHITECTURE) -> str:
@@ -90,5 +108,4 @@ def library(
     # -w: registers that NVRTC's code never reads are no mistake of ours
     flags = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-w", *options]
     flags += SANITIZE if sanitize else ()
-    subprocess.run([compiler(), *flags, f"-I{HERE}", f"-I{SIMT}", "-shared", source, "-o", made], check=True)
-    return made
+    return link([compiler(), *flags, f"-I{HERE}", f"-I{SIMT}"], source, made)
