@@ -85,7 +85,7 @@ struct Block {
 
 // What a launch is about; launches of several OS threads come one after the other.
 struct Machine {
-  Block *blocks[RESIDENT], *block;
+  Block *blocks[RESIDENT], *block, *inside;  // the last is whose shared memory the section is
   int thread, threads;
   uint64_t seed, random, launches;
   void (*body)(void *);
@@ -256,7 +256,7 @@ inline void open(Block &block) {
 inline void start(Block &block, unsigned index) {
   block.index = {index % gridDim.x, index / gridDim.x % gridDim.y, index / gridDim.x / gridDim.y};
   block.done = 0, block.barrier = {};
-  memset(block.shared, 0xc3, __stop_simt_shared - __start_simt_shared);
+  memset(machine.inside == &block ? __start_simt_shared : block.shared, 0xc3, __stop_simt_shared - __start_simt_shared);
   for (int i = 0; i < machine.threads; ++i) prepare(block, i);
 }
 
@@ -278,24 +278,24 @@ inline void run_warps(Block &block) {
 // A turn of one block: up to its end, to where it waits for another block, or, now and then, to a barrier.
 // Returns whether it waits for another.
 inline bool turn(Block &block, bool alone) {
-  const size_t size = __stop_simt_shared - __start_simt_shared;
   machine.block = &block, blockIdx = block.index;
-  memcpy(__start_simt_shared, block.shared, size);
+  if (machine.inside != &block) {
+    const size_t size = __stop_simt_shared - __start_simt_shared;
+    if (machine.inside) memcpy(machine.inside->shared, __start_simt_shared, size);
+    memcpy(__start_simt_shared, block.shared, size);
+    machine.inside = &block;
+  }
   bool paused = false;
   for (;;) {
     run_warps(block);
     if (block.done == machine.threads) return false;
     if (block.barrier.arrived < machine.threads) break;
     open(block);
-    if (!alone && !draw(4)) {
-      memcpy(block.shared, __start_simt_shared, size);
-      return false;
-    }
+    if (!alone && !draw(4)) return false;
   }
   for (int i = 0; i < machine.threads; ++i)
     if (block.fibers[i].state == PAUSED) block.fibers[i].state = READY, paused = true;
   if (!paused) die("deadlock: some threads wait for others that will not come");
-  memcpy(block.shared, __start_simt_shared, size);
   return true;
 }
 
