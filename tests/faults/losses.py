@@ -33,6 +33,8 @@ import launch
 
 launch.extend_path()  # the project comes last, or its sources would hide an installed distopt
 
+import forks  # noqa: E402
+
 from benchmarks.namespaces import ADDRESSES, cut, joined_hosts  # noqa: E402
 from distopt.comm.keepalive import SECONDS  # noqa: E402
 from distopt.compress.state import pending  # noqa: E402  the tests are no package
@@ -79,11 +81,15 @@ def main():
 
 def one(mode, over, ranks, kills, seed, folder, grow=False):
     """Start a job, kill ranks of it, and check what is left; return (ranks before, seconds) of each kill."""
-    command = [sys.executable, "-m", "distopt", "run", "-n", str(ranks), "--elastic", "--over", over]
-    command += ["--restarts", str(kills)] * grow
+    options = ["-n", str(ranks), "--elastic", "--over", over, *(["--restarts", str(kills)] * grow)]
+    options += [__file__, "--rank", mode, str(folder)]
     rng, env = random.Random(f"{mode} {seed}"), {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
-        job = subprocess.Popen([*command, __file__, "--rank", mode, str(folder)], stdout=output, stderr=output, env=env)
+        if over == "torch":
+            job = forks.launcher(options, env, output)
+        else:
+            command = [sys.executable, "-m", "distopt", "run", *options]
+            job = subprocess.Popen(command, stdout=output, stderr=output, env=env)
         try:
             times = kill(rng, ranks, kills, folder, job, grow)
             (folder / "stop").touch()

@@ -5,6 +5,7 @@ Who waits for ever is ended by the time limit, and the job with another exit cod
 
 import re
 
+import forks
 import pytest
 from test_losses import lacks_open_mpi
 
@@ -31,9 +32,10 @@ OVER_BOTH = [pytest.param("torch", marks=pytest.mark.torch), pytest.param("mpi",
 @pytest.fixture(params=OVER_BOTH)
 def run(request, tmp_path):
     """Run a script; (exit code, output, what the launcher has said)."""
-    over = request.param
+    over, start = request.param, distopt_run
     if over == "torch":
         pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
+        start = forks.distopt_run
     elif lack := lacks_open_mpi():
         pytest.skip(lack)
 
@@ -41,7 +43,7 @@ def run(request, tmp_path):
         script, env = tmp_path / "script.py", {"DISTOPT_TIMEOUT": str(limit), "OMP_NUM_THREADS": "1"}
         script.write_text(HEAD + text)
         command = ["--elastic", "--over", over, *options, script]
-        code, output = distopt_run(ranks, *command, timeout=240, env=env)
+        code, output = start(ranks, *command, timeout=240, env=env)
         return code, output, re.findall(r"^distopt run: (.*)$", output, re.M)
 
     return run

@@ -4,13 +4,13 @@ import hashlib
 import importlib.util
 import re
 
+import forks
 import numpy as np
 import pytest
 
 from distopt import DistOpt, Parameter
 from distopt.comm import run_ranks
 from distopt.optim import SGD
-from launch import distopt_run
 
 SAVES = 8
 SCRIPT = """
@@ -42,7 +42,7 @@ def test_a_checkpoint_is_whole_when_a_rank_is_killed_in_save(seed, tmp_path):
     script.write_text(SCRIPT)
     victim, folder = seed % 3, tmp_path / "checkpoints"
     command = ["--elastic", "--over", "torch", script, folder, victim, seed]
-    code, output = distopt_run(3, *command, timeout=60, env={"OMP_NUM_THREADS": "1"})
+    code, output = forks.distopt_run(3, *command, timeout=60)
     assert code == 0, output
     assert output.count("was killed by SIGKILL") == 1, output
     saved = {int(step): digest for step, digest in re.findall(r"saved (\d) (\w+)", output)}

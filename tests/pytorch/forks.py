@@ -4,6 +4,7 @@ Beside that they are processes like any other: a script as their main module, an
 """
 
 import atexit
+import contextlib
 import functools
 import importlib
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 
 SLOW = "torch._dynamo", "torch.distributed.fsdp"  # the first one is imported with the first optimizer
+FORKED_RUN = Path(__file__).with_name("forked_run.py")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as torchrun has it; torch reads it when it is imported
 
 
@@ -33,13 +35,16 @@ class Fork:
         output: a file for what it prints.
         folder: where it runs; None for here.
         pass_fds: what it has of this process's open files, under the same numbers.
+        imported: modules that are imported too before it starts, once for all with the same ones.
     """
 
-    def __init__(self, command, environment, output, folder=None, pass_fds=()):
-        self.args, self.returncode = list(map(str, command)), None
+    def __init__(self, command, environment, output, folder=None, pass_fds=(), imported=()):
+        self.args, self.returncode, self._line = list(map(str, command)), None, _line(*imported)
         about = {"command": self.args, "environment": environment, "folder": str(folder or Path.cwd())}
         with open(os.devnull) as nothing:
-            self.pid = _ask(about | {"numbers": [0, 1, *pass_fds]}, [nothing.fileno(), output.fileno(), *pass_fds])
+            self.pid = _ask(
+                self._line, about | {"numbers": [0, 1, *pass_fds]}, [nothing.fileno(), output.fileno(), *pass_fds]
+            )
         self._end = os.pidfd_open(self.pid)
 
     def poll(self):
@@ -52,22 +57,45 @@ class Fork:
             if not select.select([self._end], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
             os.close(self._end)
-            self.returncode = os.waitstatus_to_exitcode(_ask({"ended": self.pid}))
+            self.returncode = os.waitstatus_to_exitcode(_ask(self._line, {"ended": self.pid}))
         return self.returncode
 
-    def kill(self):
+    def kill(self, how=signal.SIGKILL):
         if self.poll() is None:
-            signal.pidfd_send_signal(self._end, signal.SIGKILL)
+            signal.pidfd_send_signal(self._end, how)
+
+    def terminate(self):
+        self.kill(signal.SIGTERM)
 
 
-def run(variables, size, command, timeout, folder=None, env=()):
+def launcher(options, environment, output):
+    """A fork that is ``distopt run ...``, and whose first ranks are forks too (``forked_run.py``)."""
+    return Fork([FORKED_RUN, "run", *options], environment | ONE_THREAD, output)
+
+
+def distopt_run(ranks, *script, timeout=30, env=()):
+    """(exit code, output) of ``distopt run``, as ``launch.distopt_run`` has it."""
+    with tempfile.TemporaryFile() as output:
+        job, code = launcher(["-n", ranks, *script], _outer() | dict(env), output), None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = job.wait(timeout)
+        job.kill()  # its ranks end with it
+        job.wait()
+        output.seek(0)
+        said = output.read().decode()
+    if code is None:
+        pytest.fail(f"{job.args} did not end within {timeout} s:\n{said}")
+    return code, said
+
+
+def run(variables, size, command, timeout, folder=None, env=(), imported=()):
     """Run a script on ranks with these variables, ``variables(rank, size)``; (exit code, output).
 
     As torchrun and srun do, it ends all when one has failed; the exit code is then that one's.
     """
-    outer = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | ONE_THREAD | dict(env)
+    outer = _outer() | ONE_THREAD | dict(env)
     with tempfile.TemporaryFile() as output:
-        ranks = [Fork(command, outer | variables(rank, size), output, folder) for rank in range(size)]
+        ranks = [Fork(command, outer | variables(rank, size), output, folder, (), imported) for rank in range(size)]
         codes = _wait(ranks, timeout, lambda codes: None not in codes or any(codes))
         if any(codes):  # the others may say what they see
             _wait(ranks, 5, lambda codes: None not in codes)
@@ -79,6 +107,11 @@ def run(variables, size, command, timeout, folder=None, env=()):
     if not any(codes) and None in codes:
         pytest.fail(f"{command} did not end within {timeout} s:\n{said}")
     return next((code for code in codes if code), 0), said
+
+
+def _outer():
+    """This process's environment, without what lets print write its parts one by one."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
 
 
 def _wait(ranks, timeout, enough):
@@ -125,27 +158,39 @@ def free_port():
 
 
 @functools.cache
-def _line():
-    """A line to the process that is forked; that one ends with this one."""
+def _line(*modules):
+    """A line to the process that is forked, with these modules a fork of the one without; it ends with this one."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        process = subprocess.Popen([sys.executable, __file__], stdin=theirs, env=os.environ | ONE_THREAD)
+        command, environment, fds = (
+            [__file__, str(theirs.fileno()), *modules],
+            os.environ | ONE_THREAD,
+            [theirs.fileno()],
+        )
+        if modules:
+            process = Fork(command, environment, sys.__stderr__, pass_fds=fds)
+        else:
+            process = subprocess.Popen([sys.executable, *command], env=environment, pass_fds=fds)
     atexit.register(lambda: (ours.close(), process.wait()))
     return ours
 
 
-def _ask(about, fds=()):
-    socket.send_fds(_line(), [json.dumps(about).encode()], fds)
-    return int(_line().recv(100))
+def _ask(line, about, fds=()):
+    socket.send_fds(line, [json.dumps(about).encode()], fds)
+    return int(line.recv(100))
 
 
-def become(command, environment, folder, numbers, fds):
-    """Be a process that runs this script from its begin to its end."""
+def take(numbers, fds):
+    """Have these open files under these numbers, and the second one under 2 too."""
     for fd, number in zip(fds, numbers, strict=True):
         os.dup2(fd, number)
     os.dup2(1, 2)
     for fd in {*fds} - {*numbers}:
         os.close(fd)
+
+
+def become(command, environment, folder):
+    """Be a process that runs this script from its begin to its end."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -154,9 +199,10 @@ def become(command, environment, folder, numbers, fds):
 
 
 def main():
-    for module in SLOW:
+    number, *modules = sys.argv[1:]
+    for module in (*SLOW, *modules):
         importlib.import_module(module)
-    line = socket.socket(fileno=os.dup(0))
+    line = socket.socket(fileno=int(number))
     while True:
         text, fds, _, _ = socket.recv_fds(line, 1 << 20, 16)
         if not text:
@@ -166,7 +212,8 @@ def main():
             answer = os.waitpid(about["ended"], 0)[1]
         elif (answer := os.fork()) == 0:
             line.close()
-            return become(**about, fds=fds)
+            take(about.pop("numbers"), fds)
+            return become(**about)
         for fd in fds:
             os.close(fd)
         line.send(str(answer).encode())

@@ -8,12 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
 
+import forks  # noqa: E402
+
 import distopt.torch as dt  # noqa: E402
 from distopt.comm import Elastic, ThreadCommunicator  # noqa: E402
 from distopt.comm.joiner import Joiner  # noqa: E402
 from distopt.resilience.environment import WANTED  # noqa: E402
 from faults import losses  # noqa: E402
-from launch import distopt_run  # noqa: E402
 from laws.fate import instants, present_fates  # noqa: E402
 from laws.lost import SYNCHRONIZED, Judge, run  # noqa: E402
 
@@ -104,7 +105,7 @@ def test_a_process_takes_the_place_of_rank_0(tmp_path):
     """It has the model, its buffers, the optimizer's state and the schedule's, and goes on as the others."""
     (tmp_path / "script.py").write_text(SCRIPT)
     options = "--elastic", "--over", "torch", "--restarts", "1"
-    code, output = distopt_run(3, *options, tmp_path / "script.py", timeout=240, env={"OMP_NUM_THREADS": "1"})
+    code, output = forks.distopt_run(3, *options, tmp_path / "script.py", timeout=240)
     assert code == 0, output
     ends = re.findall(r"^\[\d+\] end (.*)$", output, re.M)
     assert len(ends) == 3, output
@@ -158,7 +159,7 @@ print("end", windows.communicator.size, windows.step_counter, *bits)
 def test_local_steps_go_on_without_rank_0(tmp_path):
     (tmp_path / "script.py").write_text(LOCAL)
     options = "--elastic", "--over", "torch"
-    code, output = distopt_run(3, *options, tmp_path / "script.py", timeout=240, env={"OMP_NUM_THREADS": "1"})
+    code, output = forks.distopt_run(3, *options, tmp_path / "script.py", timeout=240)
     assert code == 0, output
     ends = re.findall(r"^\[\d+\] end (2 24 .*)$", output, re.M)
     assert len(ends) == 2, output

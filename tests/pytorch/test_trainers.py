@@ -15,11 +15,11 @@ from launch import distopt_run  # noqa: E402
 pytestmark = pytest.mark.torch
 CASES = Path(__file__).with_name("trainer_cases.py")
 EPOCHS = slice(4), slice(-4, None)  # the steps of the first one and of the last one
-LIBRARIES = ["accelerate", "transformers", "lightning"]
+LIBRARIES = {"accelerate": "accelerate", "transformers": "transformers.trainer", "lightning": "lightning.pytorch"}
 
 
 def by_torchrun(size, command, timeout):
-    return forks.run(forks.torchruns(), size, command, timeout)
+    return forks.run(forks.torchruns(), size, command, timeout, imported=[LIBRARIES[command[1]]])
 
 
 @pytest.fixture
