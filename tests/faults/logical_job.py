@@ -376,10 +376,10 @@ def history(mode, seed, folder):
 
 def run(mode, seed, folder, ranks, options, plan):
     """Start a job; return where its processes were killed, what went wrong, and what it has printed."""
-    from launch import distopt_run
+    import forks
 
     arguments = ["--elastic", "--over", "torch", *options, __file__, "--rank", mode, str(folder), json.dumps(plan)]
-    code, output = distopt_run(ranks, *arguments, timeout=100)
+    code, output = forks.distopt_run(ranks, *arguments, timeout=100)
     killed = [path.read_text() for path in folder.glob("*.killed")]
     ends = [json.loads(path.read_text()) for path in folder.glob("*.end")]
     learned, kept = alone(mode)
@@ -403,6 +403,9 @@ def main():
     if args.rank:
         mode, folder, plan = args.rank
         return train(mode, Path(folder), json.loads(plan))
+    from launch import extend_path
+
+    extend_path()
     inside, totals = collections.Counter(), collections.Counter(failures=0)
     for seed in range(args.seed, args.seed + args.jobs):
         for mode in args.modes or [*MODES, *OTHERS]:

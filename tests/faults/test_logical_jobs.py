@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 
+import forks
 import logical_job
 import pytest
 
 from distopt.resilience import job as marks
-from launch import distopt_run
 from tiers import every
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_three_of_four_are_killed_and_two_come_back(tmp_path, mode):
     script = tmp_path / "script.py"
     script.write_text(GROWS.format(path=[os.path.dirname(logical_job.__file__)], mode=mode))
     options = ["--logical", logical_job.V, "--elastic", "--over", "torch", "--restarts", 2]
-    code, output = distopt_run(4, *options, script, timeout=100)
+    code, output = forks.distopt_run(4, *options, script, timeout=100)
     assert code == 0, output
     check_learned(output, mode, 3)
     assert output.count("; the others adopt its logical ranks; ") == 3, output
@@ -101,7 +101,7 @@ def test_a_script_changes_the_number_of_processes(tmp_path, mode):
     script, path = tmp_path / "script.py", [os.path.dirname(logical_job.__file__)]
     script.write_text(RESIZED.format(path=path, mode=mode, sizes=[(2, 2), (4, 4), (8, 3)], asks=True))
     options = ["--logical", logical_job.V, "--elastic", "--over", "torch"]
-    code, output = distopt_run(4, *options, script, timeout=100)
+    code, output = forks.distopt_run(4, *options, script, timeout=100)
     assert code == 0, output
     check_learned(output, mode, 3)
     assert output.count("is started, as the ranks want to be more") == 2, output
@@ -146,7 +146,7 @@ def test_what_a_job_has_kept_in_memory_is_removed_with_it(tmp_path):
         "print('memory', job.memory(), len(os.listdir(job.memory())), flush=True)\n"
         f"os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
     )
-    _, output = distopt_run(2, "--elastic", "--over", "torch", script, timeout=60)
+    _, output = forks.distopt_run(2, "--elastic", "--over", "torch", script, timeout=60)
     (place,) = {line.split(" memory ")[1].split()[0] for line in output.splitlines() if " memory " in line}
     assert place.startswith(f"{marks.MEMORY}/distopt-")
     assert not os.path.exists(place)
