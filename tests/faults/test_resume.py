@@ -1,6 +1,7 @@
 """Runs ended by signals, which resume: real processes, either MPI brand."""
 
 import contextlib
+import functools
 import os
 import random
 import re
@@ -21,17 +22,24 @@ from launch import distopt_run, finish
 pytestmark = pytest.mark.faults
 TRAINING = Path(__file__).parent / "saving.py"
 KILLS = int(os.environ.get("DISTOPT_KILLS", 2))
-STEPS = 100 * KILLS  # more than there can be between two of them
+STEPS = 150 * KILLS  # more than there can be between two of them
 
 
 def digests(output):
     return re.findall(r"digest (\w+) after (\d+) steps", output)
 
 
-def unbroken(tmp_path, *arguments):
-    code, output = distopt_run(2, TRAINING, tmp_path / "unbroken", *arguments, timeout=20 * KILLS)
-    assert code == 0, output
-    return sorted(digests(output))
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """What a run of a mode has that nothing ends, once for each mode."""
+
+    def run(mode):
+        folder = tmp_path_factory.mktemp("unbroken")
+        code, output = distopt_run(2, TRAINING, folder, STEPS, 0, mode, timeout=20 * KILLS)
+        assert code == 0, output
+        return sorted(digests(output))
+
+    return functools.cache(run)
 
 
 def start(command, log):
@@ -86,10 +94,10 @@ def only_checkpoint(path):
     ("mode", "number"),
     [("topk", signal.SIGTERM), ("topk", signal.SIGINT), ("local", signal.SIGTERM), ("streaming", signal.SIGINT)],
 )
-def test_a_signal_ends_in_one_checkpoint(mode, number, tmp_path):
+def test_a_signal_ends_in_one_checkpoint(mode, number, unbroken, tmp_path):
     """Under distopt run, with either brand; and the run goes on from there to the same bits."""
-    expected = unbroken(tmp_path, 300, 0, mode)
-    job = start([*launched(), TRAINING, tmp_path / "saved", "300", "0", mode], tmp_path / "log")
+    expected = unbroken(mode)
+    job = start([*launched(), TRAINING, tmp_path / "saved", str(STEPS), "0", mode], tmp_path / "log")
     time.sleep(0.2)
     job.send_signal(number)
     code, output = ended(job, tmp_path / "log")
@@ -97,7 +105,7 @@ def test_a_signal_ends_in_one_checkpoint(mode, number, tmp_path):
     step = only_checkpoint(tmp_path / "saved")
     assert f"ended by {number.name} after step {step}" in output
     assert "Traceback" not in output
-    code, output = distopt_run(2, TRAINING, tmp_path / "saved", 300, 0, mode)
+    code, output = distopt_run(2, TRAINING, tmp_path / "saved", STEPS, 0, mode)
     assert f"from step {step} with {{'ended after': {step}}}" in output
     assert sorted(digests(output)) == expected
 
@@ -177,9 +185,9 @@ def ranks_of(job):
 
 
 @pytest.mark.parametrize("mode", ["topk", "partial", "local", "streaming"])
-def test_runs_killed_at_any_instant_restart_and_end_with_the_bits_of_an_unbroken_run(mode, tmp_path):
+def test_runs_killed_at_any_instant_restart_and_end_with_the_bits_of_an_unbroken_run(mode, unbroken, tmp_path):
     """The job is started again each time, from its last good checkpoint, and ends with the bits of an unbroken run."""
-    expected = unbroken(tmp_path, STEPS, 0, mode)
+    expected = unbroken(mode)
     log, rng = tmp_path / "log", random.Random(mode)
     command = [*launched(), "--restarts", str(KILLS), TRAINING, tmp_path / "saved", str(STEPS), "1", mode]
     job = logged(command, log)
