@@ -27,6 +27,12 @@ def one_by_default(chosen, of):
     return [pytest.param(value, marks=() if value == chosen else pytest.mark.thorough) for value in of]
 
 
+def any_brand(*cases):
+    """Parameters that say nothing about the brand of MPI where the others of the test are tried on both."""
+    of = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.any_brand) for case in of]
+
+
 def every(n, cases, first=0):
     """Parameters of which every n-th is tried wherever the test is, from ``first`` on, and all others by ``full``."""
     return [pytest.param(case, marks=() if k % n == first else pytest.mark.full) for k, case in enumerate(cases)]

@@ -11,6 +11,7 @@ import pytest
 from distopt.run.exit_watch import Fault
 from distopt.run.supervisor import Supervisor
 from launch import distopt_run, find_launcher, finish
+from tiers import any_brand
 
 pytestmark = pytest.mark.faults
 
@@ -77,9 +78,9 @@ def run(tmp_path):
     ("what", "expected", "end"),
     [
         ("leave", 1, "ended by os._exit(0)"),
-        ("leave 5", 5, "ended by os._exit(5)"),
         ("kill", 137, "was killed by SIGKILL"),
         ("crash", 139, "crashed"),
+        *any_brand(("leave 5", 5, "ended by os._exit(5)")),
     ],
 )
 def test_a_rank_that_ends_without_an_error_is_named_by_distopt_run(run, what, expected, end):
@@ -101,6 +102,7 @@ def test_a_rank_that_ends_without_an_error_is_named_under_a_bare_launcher(tmp_pa
     assert "done" not in output
 
 
+@pytest.mark.any_brand
 def test_an_early_end_of_a_single_rank_is_reported_with_its_exit_code(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(
@@ -114,7 +116,7 @@ def test_an_early_end_of_a_single_rank_is_reported_with_its_exit_code(tmp_path):
     assert "without a word" not in output
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [3, *any_brand(1)])
 def test_a_job_that_all_ranks_leave_by_os_exit_0_succeeds(ranks, tmp_path):
     """The script meant it; one rank alone that leaves so is a fault."""
     script = tmp_path / "script.py"
@@ -126,7 +128,7 @@ def test_a_job_that_all_ranks_leave_by_os_exit_0_succeeds(ranks, tmp_path):
     assert "distopt run:" not in output
 
 
-@pytest.mark.parametrize("what", ["raise", "thread", "in backward", "always", "busy launcher"])
+@pytest.mark.parametrize("what", ["raise", "busy launcher", *any_brand("thread", "in backward")])
 def test_an_exception_ends_all_with_one_cause(run, what):
     code, output = run(what)
     assert code == 1, output
@@ -135,7 +137,7 @@ def test_an_exception_ends_all_with_one_cause(run, what):
     assert "without a word" not in output
 
 
-@pytest.mark.parametrize(("what", "expected"), [("exit 3", 3), ("exit text", 1), ("exit 0", 1)])
+@pytest.mark.parametrize(("what", "expected"), [("exit 3", 3), ("exit 0", 1), *any_brand(("exit text", 1))])
 def test_a_rank_that_leaves_early_is_named(run, what, expected):
     code, output = run(what)
     assert code == expected, output
@@ -152,6 +154,7 @@ def test_a_job_that_failed_is_started_again(run):
     assert output.count("done, started 1 times before") == 3
 
 
+@pytest.mark.any_brand
 def test_a_job_is_restarted_no_more_often_than_restarts(run):
     code, output = run("always", "--restarts", 2, ranks=2)
     assert code == 1, output
@@ -159,6 +162,7 @@ def test_a_job_is_restarted_no_more_often_than_restarts(run):
     assert "exit code 1; restart 2 of 2" in output
 
 
+@pytest.mark.any_brand
 def test_a_job_that_succeeded_or_ran_out_of_time_is_not_restarted(run, tmp_path):
     code, output = run("nothing", "--restarts", 2)
     assert (code, output.count("done, started 0")) == (0, 3), output

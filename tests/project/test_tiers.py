@@ -14,7 +14,11 @@ import tiers
 
 def test_the_default_leaves_out_every_mark(pytestconfig):
     settings = tomllib.loads((pytestconfig.rootpath / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert {line.partition(":")[0] for line in settings["markers"]} == tiers.TIERS | {"sampled(n)", "pairs"}
+    assert {line.partition(":")[0] for line in settings["markers"]} == tiers.TIERS | {
+        "sampled(n)",
+        "pairs",
+        "any_brand",
+    }
     assert tiers.default_expression(pytestconfig).startswith("not (")
 
 
