@@ -38,6 +38,15 @@ def every(n, cases, first=0):
     return [pytest.param(case, marks=() if k % n == first else pytest.mark.full) for k, case in enumerate(cases)]
 
 
+def in_turn(values, others):
+    """Parameters (value, other): each value with one of the others, by turns, and with all of them by ``full``."""
+    return [
+        pytest.param(value, other, marks=() if k % len(others) == turn else pytest.mark.full)
+        for k, value in enumerate(values)
+        for turn, other in enumerate(others)
+    ]
+
+
 def by_size(cases_of, sizes, full=()):
     """Parameters (size, name) of cases that so many ranks run together; those of ``full`` are of that tier."""
     marked = [(size, ()) for size in sizes] + [(size, pytest.mark.full) for size in full]
@@ -101,11 +110,13 @@ def keep_samples(items):
     """Share out the cases of tests that are marked ``sampled(n)`` or ``pairs``.
 
     n, evenly spaced, are of the default tier, or none.  Of the others the tier ``full`` has those that no two values
-    need to meet, and what is sampled is otherwise of the thorough tier.
+    need to meet, and what is sampled is otherwise of the thorough tier.  Cases that are marked ``full`` are no part of
+    this.
     """
     cases = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") or item.get_closest_marker("pairs"):
+        shared = item.get_closest_marker("sampled") or item.get_closest_marker("pairs")
+        if shared and not item.get_closest_marker("full"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_one in cases.values():
         sampled = of_one[0].get_closest_marker("sampled")

@@ -109,9 +109,8 @@ def test_one_scaler_serves_one_optimizer():
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("size", tiers.one_by_default(2, of=(1, 2, 3)))
-@pytest.mark.parametrize("mode", laws.MODES)
-def test_a_scale_changes_no_bit(size, mode):
+@pytest.mark.parametrize(("mode", "size"), tiers.in_turn(laws.MODES, (2, 1, 3)))
+def test_a_scale_changes_no_bit(mode, size):
     """Clips, thresholds and residuals meet gradients that have been divided, whatever the scale was and becomes."""
 
     def main(comm):

@@ -493,9 +493,10 @@ def test_a_restored_accumulation_window_needs_a_gradient_of_every_parameter_befo
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("size", tiers.one_by_default(3, of=(1, 2, 3, 4)))
-@pytest.mark.parametrize("make", laws.WRAPPERS.values(), ids=laws.WRAPPERS)
-def test_wrapped_optimizers_on_many_ranks_equal_one_and_resume(make, size):
+@pytest.mark.parametrize(("name", "size"), tiers.in_turn(laws.WRAPPERS, (3, 1, 2, 4)))
+def test_wrapped_optimizers_on_many_ranks_equal_one_and_resume(name, size):
+    make = laws.WRAPPERS[name]
+
     def main(comm):
         laws.ranks_agree_with_one(comm, make)
         laws.resume(comm, make=make, stops=(1, 2, 3, 4, 5))

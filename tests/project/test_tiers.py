@@ -83,6 +83,13 @@ def test_the_full_product_is_a_tier_of_its_own(mark):
     assert sum(not names for names in marks) == (4 if mark.name == "sampled" else sum("full" not in n for n in marks))
 
 
+def test_each_value_in_turn_meets_every_other_one_in_full():
+    found = tiers.in_turn("abcd", (1, 2, 3))
+    assert [case.values for case in found if not case.marks] == [("a", 1), ("b", 2), ("c", 3), ("d", 1)]
+    assert {case.values for case in found} == set(itertools.product("abcd", (1, 2, 3)))
+    assert {mark.name for case in found for mark in case.marks} == {"full"}
+
+
 @pytest.mark.thorough
 def test_a_test_with_a_marker_may_start_a_process():
     subprocess.run(["true"], check=True)
