@@ -1,6 +1,5 @@
 """A rank ends at every instant at which it meets the others, and these go on: with the bits of a run of fewer ranks."""
 
-import itertools
 import zlib
 
 import numpy as np
@@ -49,9 +48,18 @@ def test_survivors_have_the_bits_of_fewer_ranks(mode, shared, fate):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", every(2, MODES))
+def test_survivors_have_the_bits_of_fewer_ranks_at_every_other_instant(mode, shared, fate):
+    """Before the others meet and after it by turns; steps have odd and even numbers of meetings."""
+    judge = Judge(mode, fate, run)
+    for at in range(1, instants(mode, fate, 3)[0] + 1, 2):
+        judge.judge(seed=at, rank0=(at, at // 2 % 2 == 0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
 def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, shared, victim, turn, fate):
     """At every instant, before the others meet and after it by turns; the other victim the other way around."""
     judge = Judge(mode, fate, run)
@@ -60,15 +68,16 @@ def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, shared, 
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("ends", [10, pytest.param(30, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", every(2, MODES, first=1))
-def test_two_of_four_ranks_may_end_at_once_or_one_while_the_others_go_on(mode, shared, fate):
+def test_two_of_four_ranks_may_end_at_once_or_one_while_the_others_go_on(mode, ends, shared, fate):
     """The second one at the same meeting, or at one of the next: those of the way back are among these.
 
     With shared parameters none is the buddy of the other.
     """
     judge, rng = Judge(mode, fate, run, 4), np.random.default_rng(7)
     counts = instants(mode, fate, 4)
-    for seed in range(30):
+    for seed in range(ends):
         first, second = rng.choice(4, 2, replace=False)
         if mode.startswith("shared"):
             second = (first + 2) % 4
@@ -97,11 +106,13 @@ def test_an_update_that_was_interrupted_is_made_again(mode, verbs, shared, large
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", SHARED)
-def test_shares_cut_through_parameters_whenever_a_rank_ends(mode, shared, large, fate):
-    judge, at = Judge(mode, fate, run, 4), 0
-    for at, after in itertools.product(range(1, instants(mode, fate, 4)[1] + 1), (False, True)):
-        judge.judge(seed=at, rank1=(at, after))
+def test_shares_cut_through_parameters_whenever_a_rank_ends(mode, turn, shared, large, fate):
+    """Before the others meet and after it by turns."""
+    judge = Judge(mode, fate, run, 4)
+    for at in range(1, instants(mode, fate, 4)[1] + 1):
+        judge.judge(seed=at, rank1=(at, (at + turn) % 2 == 0))
 
 
 @pytest.mark.parametrize("mode", SHARED[1:3])
