@@ -1,4 +1,7 @@
-"""A training of two workers of Ray Train: ``ray_training.py FOLDER``, once as it is, once with a worker that dies."""
+"""A training of two workers of Ray Train: ``ray_training.py FOLDER``.
+
+They train once as a whole, which Ray learns nothing of, then once more; a worker dies, and Ray starts both again.
+"""
 
 import hashlib
 import json
@@ -22,6 +25,13 @@ EPOCHS, STEPS = 4, 3
 
 
 def train(config):
+    if not ray.train.get_checkpoint():
+        run(config["folder"], "whole", report=lambda found, checkpoint: None)
+    run(config["folder"], "killed", report=ray.train.report)
+
+
+def run(folder, name, report):
+    """Train, from Ray's checkpoint if there is one, and write down what came of it."""
     torch.manual_seed(0)
     rank = ray.train.get_context().get_world_rank()
     net = torch.nn.Sequential(torch.nn.Linear(12, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -30,15 +40,15 @@ def train(config):
     sync = dt.compress(model, ErrorFeedback(TopK(0.1)), optimizer=optimizer)
     first = 0
     if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as folder:
-            saved = torch.load(f"{folder}/model.pt")
+        with checkpoint.as_directory() as saves:
+            saved = torch.load(f"{saves}/model.pt")
             net.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
-            sync.load_state_dict(torch.load(f"{folder}/rank{rank}.pt"))
+            sync.load_state_dict(torch.load(f"{saves}/rank{rank}.pt"))
         first = saved["epoch"] + 1
     for epoch in range(first, EPOCHS):
         for step in range(STEPS):
-            if config["dies"] and first == 0 and (epoch, step, rank) == (2, 1, 1):
+            if name == "killed" and first == 0 and (epoch, step, rank) == (2, 1, 1):
                 os.kill(os.getpid(), signal.SIGKILL)
             x = torch.randn(8, 12, generator=torch.Generator().manual_seed(100 * epoch + 10 * step + rank))
             optimizer.zero_grad()
@@ -47,27 +57,24 @@ def train(config):
             optimizer.step()
         weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
         found = {"digest": hashlib.sha256(weights).hexdigest(), "loss": loss.item(), "first": first}
-        with tempfile.TemporaryDirectory() as folder:
-            torch.save(sync.state_dict(), f"{folder}/rank{rank}.pt")
+        with tempfile.TemporaryDirectory() as saves:
+            torch.save(sync.state_dict(), f"{saves}/rank{rank}.pt")
             if rank == 0:
                 state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-                torch.save(state, f"{folder}/model.pt")
-            ray.train.report(found, checkpoint=Checkpoint.from_directory(folder))
-    Path(config["folder"], f"{config['name']}-{rank}.json").write_text(
-        json.dumps(found | {"world": repr(distopt.world())})
-    )
+                torch.save(state, f"{saves}/model.pt")
+            report(found, checkpoint=Checkpoint.from_directory(saves))
+    Path(folder, f"{name}-{rank}.json").write_text(json.dumps(found | {"world": repr(distopt.world())}))
 
 
 def main(folder):
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-    for name, dies in (("whole", False), ("killed", True)):
-        TorchTrainer(
-            train,
-            train_loop_config={"folder": folder, "name": name, "dies": dies},
-            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-            torch_config=TorchConfig(backend="gloo"),
-            run_config=RunConfig(name=name, storage_path=f"{folder}/ray", failure_config=FailureConfig(max_failures=1)),
-        ).fit()
+    TorchTrainer(
+        train,
+        train_loop_config={"folder": folder},
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        torch_config=TorchConfig(backend="gloo"),
+        run_config=RunConfig(storage_path=f"{folder}/ray", failure_config=FailureConfig(max_failures=1)),
+    ).fit()
     ray.shutdown()
 
 
