@@ -29,6 +29,12 @@ SIZES = (1, 2, 3)  # thread ranks
 
 
 def numbers(seed, shape, dtype):
+    """An array of numbers that a case may change: others ask for the same ones."""
+    return known_numbers(seed, shape, np.dtype(dtype)).copy()
+
+
+@functools.cache
+def known_numbers(seed, shape, dtype):
     """Numbers between -2 and 2, nearer to 0 than evenly spread: the sum of four, each a multiple of 2^-20."""
     raw = np.random.PCG64(seed).random_raw(int(np.prod(shape))).astype(np.uint64)
     parts = [(raw >> np.uint64(16 * k)) & np.uint64(0xFFFF) for k in range(4)]
@@ -251,9 +257,9 @@ def joined_digests(ranks):
     return {name: row[0] if len(set(row)) == 1 else "/".join(row) for name, row in rows.items()}
 
 
-def of_mpi(comm):
+def of_mpi(comm, names):
     """For ``launch.run_mpi``."""
-    return {name: np.array(found) for name, found in of(comm, optimizers=False).items()}
+    return {name: np.array(found) for name, found in of(comm, names).items()}
 
 
 def of_virtual_ranks(size=3):
