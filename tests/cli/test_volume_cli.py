@@ -204,7 +204,8 @@ def test_the_progress_bar_is_shown_on_terminals_only_and_does_not_wrap(capsys, m
 
 
 @pytest.mark.thorough
-def test_advise_prints_a_verdict_for_every_number_of_ranks(capsys):
+def test_advise_prints_a_verdict_for_every_number_of_ranks(capsys, monkeypatch):
+    monkeypatch.setattr("distopt.lab.compute.SHAPE", (256, 1024))  # what is measured is a matter of ``test_volume.py``
     assert (
         main(["advise", "--model", "vgg16", "--link", "1GbE", "--ranks", "2,16", "--modes", "half", "--no-measure"])
         == 0

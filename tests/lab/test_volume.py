@@ -634,8 +634,9 @@ def test_wrong_questions_are_refused():
 
 
 @pytest.mark.thorough
-def test_advise_of_an_optimizer_uses_its_plan():
+def test_advise_of_an_optimizer_uses_its_plan(monkeypatch):
     """On its own plan, for its ranks or others."""
+    monkeypatch.setattr("distopt.lab.compute.SHAPE", (256, 1024))  # not to measure for half a minute
     params = laws.parameters([(300, 40), (70,)])
     sim = simulate(4, SGD(0.1), threshold=100)
     with pytest.raises(RuntimeError, match="the plan of buckets is not made yet"):
