@@ -11,7 +11,7 @@ from distopt.comm import MpiCommunicator
 from distopt.comm.control import PeerLeft, fingerprint
 from distopt.optim import SGD
 from launch import distopt_run, find_launcher, finish, run_mpi
-from tiers import any_brand
+from tiers import in_turn
 
 pytestmark = pytest.mark.mpi
 
@@ -120,22 +120,22 @@ def faulty(tmp_path):
     return script
 
 
-@pytest.mark.parametrize(("size", "culprit"), [(2, 0), *any_brand((2, 1), (4, 1))])
-@pytest.mark.parametrize(
-    ("fault", "code", "text"),
-    [
-        ("none", 0, "is done"),
-        ("fork", 0, "is done"),  # a child is no rank: its end is nobody's leaving
-        ("thread exit", 0, "is done"),
-        ("raise", 1, "ZeroDivisionError: boom"),
-        ("thread", 1, "ZeroDivisionError: division by zero"),
-        ("exit", 3, None),
-        ("leave", 1, "PeerLeft: rank {} left after step 7, before step 8"),
-        ("nan", 1, "FloatingPointError: gradients of step 8 are not finite: rank {}: p (4 of 4 entries)"),
-    ],
-)
-def test_a_failing_rank_under_distopt_run_ends_the_job_with_its_exit_code(faulty, fault, code, text, size, culprit):
+FAULTS = {  # the exit code, and what is said
+    "none": (0, "is done"),
+    "raise": (1, "ZeroDivisionError: boom"),
+    "leave": (1, "PeerLeft: rank {} left after step 7, before step 8"),
+    "thread": (1, "ZeroDivisionError: division by zero"),
+    "exit": (3, None),
+    "nan": (1, "FloatingPointError: gradients of step 8 are not finite: rank {}: p (4 of 4 entries)"),
+    "fork": (0, "is done"),  # a child is no rank: its end is nobody's leaving
+    "thread exit": (0, "is done"),
+}
+
+
+@pytest.mark.parametrize(("fault", "where"), in_turn(FAULTS, ((2, 1), (2, 0), (4, 1))))
+def test_a_failing_rank_under_distopt_run_ends_the_job_with_its_exit_code(faulty, fault, where):
     """The script's exit code, one traceback, and nobody waits."""
+    (size, culprit), (code, text) = where, FAULTS[fault]
     found, output = distopt_run(size, faulty, fault, culprit, timeout=20)
     assert found == code, output
     assert text is None or output.count("Traceback") == int(code == 1), output

@@ -474,7 +474,7 @@ def on_mpi(comm):
 
 
 @needs_mpi
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full), 8])
 def test_processes_have_the_bits_and_bytes_of_threads(size, tmp_path):
     for processes, threads in zip(run_mpi(size, on_mpi, tmp_path), run_ranks(size, on_mpi), strict=True):
         for name, array in threads.items():

@@ -12,6 +12,7 @@ from distopt.comm import MpiCommunicator
 from distopt.compress import ErrorFeedback, Threshold, TopK
 from distopt.optim import SGD, Adam
 from launch import run_mpi
+from tiers import in_turn
 
 pytestmark = pytest.mark.mpi
 
@@ -85,9 +86,8 @@ def mistakes(comm, mode):
     return {"found": np.array(json.dumps(found)), "expected": np.array(expected)}
 
 
-@pytest.mark.parametrize("mode", STEPS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_mistake_on_one_rank_is_one_error_on_all_and_leaves_no_trace(size, mode, tmp_path):
+@pytest.mark.parametrize(("mode", "size"), in_turn(STEPS, (2, 4)))
+def test_a_mistake_on_one_rank_is_one_error_on_all_and_leaves_no_trace(mode, size, tmp_path):
     ranks = run_mpi(size, mistakes, tmp_path, mode)
     texts = [json.loads(str(r["found"])) for r in ranks]
     assert texts[0] == texts[-1] == texts[size // 2]
