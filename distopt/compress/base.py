@@ -267,7 +267,8 @@ def payload_nbytes(compressor: Compressor, n: int, itemsize: int = 4, layout: Bu
         return None
     if nbytes is None:
         raise ValueError(f"{compressor!r}.payload_bytes({n}, {itemsize}) must be an integer unless ragged, got None")
-    nbytes = check_int(f"{compressor!r}.payload_bytes({n}, {itemsize})", nbytes, least=0)
+    if type(nbytes) is not int or nbytes < 0:  # each bucket asks at each step, and a repr takes longer than the answer
+        nbytes = check_int(f"{compressor!r}.payload_bytes({n}, {itemsize})", nbytes, least=0)
     layout = layout or BucketLayout(["x"], [(n,)], [0], f"f{itemsize}")
     mask = compressor.uncompressed(layout, ExchangeContext())
     return nbytes if mask is None else nbytes - itemsize * int(layout.records["size"][mask.host != 0].sum())
