@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distopt.exchange.choice
+import tiers
 from distopt import DistOpt, Parameter, run_ranks, simulate
 from distopt.comm import ThreadCommunicator
 from distopt.compress import (
@@ -220,20 +221,9 @@ def every_change(name, other="top-K"):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("name", "last"), list(zip(SENDERS, itertools.cycle(EXCHANGES[:3]), strict=False)))
+@pytest.mark.parametrize(("name", "last"), tiers.in_turn(SENDERS, EXCHANGES[:3]))
 def test_every_sender_in_every_change_of_exchange(name, last):
-    """What waits in the end is sent by each exchange in turn: 'full' has every one for every sender."""
-    change(name, last)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("last", EXCHANGES[:3])
-@pytest.mark.parametrize("name", SENDERS)
-def test_every_sender_in_every_change_of_exchange_ends_in_every_one(name, last):
-    change(name, last)
-
-
-def change(name, last):
+    """What waits in the end is sent by each exchange in turn."""
     walk([Job(Ranks(6, 2), every_change(name, "frequencies" if name == "top-K" else "top-K"))], last)
 
 
