@@ -32,7 +32,7 @@ SIMD_NAMES = {"v1": "x86-64 (SSE2)", "v3": "x86-64-v3 (AVX2)", "v4": "x86-64-v4 
 
 KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)(?:\s*BLOCKS\((\w+)\))?", re.M)
 _PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)((?:const\s*\*)?)\s*(\w+)\s*")
-_STRUCT = r"^struct {}(?: : (\w+))? {{(.*?)}}"
+_STRUCT = re.compile(r"^struct (\w+)(?: : (\w+))? {(.*?)}", re.M | re.S)
 _POINTERS = ("void *", "real *", "const real *", "const int *")
 _BYTES = {**dict.fromkeys(_POINTERS, np.uintp), "long long": np.int64, "double": np.float64}
 
@@ -80,14 +80,18 @@ def kernel_signatures() -> dict[str, Signature]:
 @functools.cache
 def struct(name: str) -> np.dtype:
     """Return a struct of the texts as a numpy dtype."""
-    everything = "\n".join(text.read_text() for text in texts())
-    match = re.search(_STRUCT.format(name), everything, re.M | re.S)
-    assert match, f"native/ has no struct {name}"
-    fields: list[Any] = list(struct(match[1]).descr) if match[1] else []
-    for line in filter(None, map(str.strip, match[2].split(";"))):
+    base, members = _structs()[name]
+    fields: list[Any] = list(struct(base).descr) if base else []
+    for line in filter(None, map(str.strip, members.split(";"))):
         kind = next(k for k in _BYTES if line.startswith(k))
         fields += [(field.strip(), _BYTES[kind]) for field in line.removeprefix(kind).split(",")]
     return np.dtype(fields)
+
+
+@functools.cache
+def _structs() -> dict[str, list[str]]:
+    """Return what stands in the texts of each struct by name: the struct it begins with, or "", and its fields."""
+    return {name: parts for text in texts() for name, *parts in _STRUCT.findall(text.read_text())}
 
 
 def simd_limit() -> str:

@@ -145,7 +145,8 @@ def over_mpi(comm):
     gpu.install()
     nccl.install(processes=True)
     there = NcclCommunicator.from_mpi()
-    digests = laws.independence(there)
+    at_once = {"deterministic": True, "threshold": 60}  # threads have all thresholds
+    digests = [laws.digest(laws.train(there, mode=mode, **at_once)[0]) for mode in laws.ELEMENTWISE]
     for mode in (m for m in laws.MODES if m not in laws.ELEMENTWISE):  # whose digests say it
         laws.same_bits(there, mode)
     laws.overlap_changes_no_bit(there)

@@ -16,7 +16,9 @@ pytestmark = [
         gpu_sass.nvrtc() is None or gpu_sass.disassembler() is None,
         reason="pip install nvidia-cuda-nvrtc nvidia-cuda-nvdisasm",
     ),
-    pytest.mark.parametrize("architecture", SHARED),
+    pytest.mark.parametrize(
+        "architecture", [pytest.param(a, marks=pytest.mark.full if a == 80 else ()) for a in SHARED]
+    ),
     pytest.mark.parametrize("real", REALS),
 ]
 

@@ -276,7 +276,7 @@ def test_the_volume_example_refuses_wrong_options(options, answer, volume, tmp_p
     assert answer in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_local_steps_learn_as_much_with_fewer_bytes(size, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install 'distopt[plot]'")
     picture = tmp_path / "local.png"
