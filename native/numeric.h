@@ -1,4 +1,4 @@
-// Numbers: comparisons by bits, and conversions that round the same on every platform.
+// Numbers: comparisons by bits, conversions that round the same on every platform, and random bits.
 #pragma once
 
 // |x| as an integer that orders like it, and back; NaN lies above infinity.
@@ -60,3 +60,11 @@ struct Bfloat16 {
   }
   INLINE real widen(Bits b) { return uint_as_float((unsigned)b << 16); }
 };
+
+// SplitMix64 (Steele et al., 2014) of a key and a number, as `random_key` has it.
+INLINE Word64 mixed(Word64 key, Word64 number) {
+  key += number + 0x9e3779b97f4a7c15ull;
+  key = (key ^ key >> 30) * 0xbf58476d1ce4e5b9ull;
+  key = (key ^ key >> 27) * 0x94d049bb133111ebull;
+  return key ^ key >> 31;
+}

@@ -3,14 +3,6 @@
 // ranks have, so that no index is sent.
 #include "portable.h"
 
-// SplitMix64 (Steele et al., 2014) of a key and a number, as `random_key` has it.
-INLINE Word64 mixed(Word64 key, Word64 number) {
-  key += number + 0x9e3779b97f4a7c15ull;
-  key = (key ^ key >> 30) * 0xbf58476d1ce4e5b9ull;
-  key = (key ^ key >> 27) * 0x94d049bb133111ebull;
-  return key ^ key >> 31;
-}
-
 // A tensor of `size` elements, cut into blocks of `every` neighbours, of which the last may be shorter.  Each block
 // begins somewhere and goes round: in as many turns each of its elements is `chosen` once.
 struct Share {

@@ -6,6 +6,7 @@ A new compressor is one file here, its entry in ``ALL`` below, and its line of d
 
 from collections.abc import Callable
 
+from distopt.compress.arc import ARCTopK
 from distopt.compress.base import Compressor
 from distopt.compress.blocks import Int4, Int8
 from distopt.compress.cast import Half
@@ -24,6 +25,7 @@ from distopt.compress.traits import Traits
 
 __all__ = [
     "DCT",
+    "ARCTopK",
     "BucketContext",
     "Chunks",
     "Compressor",
@@ -215,4 +217,13 @@ ALL: dict[type[Compressor], Callable[[], Part]] = {
         exact=(DCT(ErrorFeedback(Packed(Chunks(8, 64)))),),
     ),
     DeepGradientCompression: _dgc,
+    ARCTopK: lambda: Part(
+        words={"arc": Word(lambda density, options: ARCTopK(density), (0.01,), sparse=True)},
+        laws={
+            "arc": Try(ARCTopK(0.2, of=8)),
+            "arc with a memory that decays": Try(ARCTopK(0.2, of=8, decay=0.9, seed=7)),
+        },
+        exact=(ARCTopK(0.2, of=8),),
+        timed={"ARC top-K 1 %": Timed(lambda _: ARCTopK(0.01), 0.01, moved=16)},
+    ),
 }

@@ -77,6 +77,27 @@ class Compressor(TraitsAsAttributes, abc.ABC):
             ValueError: the array is too large.
         """
 
+    def sketch_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
+        """Return the bytes of what ``sketch`` returns; arguments are those of ``payload_bytes``."""
+        return 0
+
+    def sketch(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray | None:
+        """Return what ranks add up before they compress, so that they compress alike; by default None, nothing.
+
+        The sum is ``context.sketch`` of ``compress`` and ``decompress``.  What is needed of x after it must be in a
+        state by then: ranks may share the memory of x.
+
+        Args:
+            x: as of ``compress``.
+            state: as of ``compress``.
+            context: as of ``compress``.
+
+        Returns:
+            Numbers of a dtype that is summed on the wire, flat, in memory of ``context.scratch``; the compressor is
+            ``summable``.
+        """
+        return None
+
     @abc.abstractmethod
     def compress(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
         """Move the part that is worth sending out of x, and leave the rest in x.
@@ -252,6 +273,11 @@ def count_selected(compressor: Compressor, x: np.ndarray, counts: np.ndarray) ->
         compressor.count_selected(x, counts)
     else:
         counts += x.size
+
+
+def sketched(compressor: Compressor, x: np.ndarray, state: State, context: ExchangeContext) -> ExchangeContext:
+    """Return the call of ``compress`` by one rank alone, whose sketch is the sum."""
+    return context._replace(sketch=compressor.sketch(x, state, context))
 
 
 def compressed_members(compressor: Compressor, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from distopt.compress.base import Compressor, at_density, check_compressor, payload_nbytes
+from distopt.compress.base import Compressor, at_density, check_compressor, payload_nbytes, sketched
 from distopt.compress.context import BucketContext, ExchangeContext
 from distopt.compress.dct import DCT
 from distopt.compress.error_feedback import ErrorFeedback
@@ -121,7 +121,8 @@ class _Trial:
 
     def _send(self, x: np.ndarray, add: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Compress a copy of x; return the payload, what stays, and what arrives."""
-        compressor, context, x, state = self._compressor, self._context, x.copy(), State()
+        compressor, x, state = self._compressor, x.copy(), State()
+        self._context = context = sketched(compressor, x, state, self._context)
         returned = self._call("compress", x, state, context, **({} if add is None else {"add": add.copy()}))
         if not isinstance(returned, np.ndarray) or returned.ndim != 1 or not returned.flags.c_contiguous:
             text = f"{type(returned).__name__} {returned!r:.60}"

@@ -103,6 +103,7 @@ class ExchangeContext(NamedTuple):
         bucket: the layout, the parameters and the memory of the bucket.
         device: of a GPU.
         senders: for sums that become, once divided, means over the ranks that have sent an entry; None for sums.
+        sketch: the sum over ranks of what ``Compressor.sketch`` has returned; None before, or if that is nothing.
 
     Example:
         >>> context = ExchangeContext(rank=1, size=4)
@@ -118,6 +119,7 @@ class ExchangeContext(NamedTuple):
     bucket: BucketContext = BucketContext()
     device: DeviceContext = DeviceContext()
     senders: Senders | None = None
+    sketch: np.ndarray | None = None
 
     @property
     def layout(self) -> BucketLayout | None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from distopt.compress.base import Compressor, at_density, of_sum
 from distopt.compress.context import ExchangeContext
+from distopt.compress.state import State
 from distopt.kernels.breakdown import LazyBreakdown
 from distopt.kernels.layout import BucketLayout
 
@@ -47,6 +48,12 @@ class CompressorWrapper(Compressor):
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
         return self.compressor.payload_bytes(n, itemsize, layout)
+
+    def sketch_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
+        return self.compressor.sketch_bytes(n, itemsize, layout)
+
+    def sketch(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray | None:
+        return self.compressor.sketch(x, state, context)
 
     def breakdown(self, payload: np.ndarray | None, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
         return self.compressor.breakdown(payload, x, context)

@@ -1,4 +1,4 @@
-"""Payloads that can be added on the wire: one all-reduce."""
+"""Payloads that can be added on the wire: one all-reduce, or a second one before it, by which ranks compress alike."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext, Half
 from distopt.compress.state import State
 from distopt.exchange.payload import check_payload
-from distopt.exchange.program import Exchange, Sum, run
+from distopt.exchange.program import Agree, Exchange, Sum, run
 
 TravellingBucket = tuple[np.ndarray, State, ExchangeContext, MessageTag]
 
@@ -25,6 +25,9 @@ def payload_of(x: np.ndarray, compressor: Compressor, state: State, context: Exc
 
 def reduce_program(x: np.ndarray, compressor: Compressor, state: State, context: ExchangeContext) -> Exchange:
     """What one rank does in ``reduce``."""
+    sketch = compressor.sketch(x, state, context)
+    if sketch is not None:
+        context = context._replace(sketch=(yield Agree(sketch)))
     payload = payload_of(x, compressor, state, context)
     yield Sum(payload, last=True)
     compressor.decompress(payload, x, context)

@@ -75,6 +75,25 @@ class Sum(NamedTuple):
         return [None] * (1 if asked[-1].last else len(asked))
 
 
+class Agree(NamedTuple):
+    """Asks for the sum of an array over ranks, with which each of them goes on."""
+
+    x: np.ndarray
+
+    def over(self, comm: Communicator) -> np.ndarray:
+        comm.all_reduce(self.x)
+        return self.x
+
+    def phases(self, comm: Communicator, turn: int) -> Phases:
+        yield from comm.sum_in_phases(self.x, turn)
+        return self.x
+
+    @staticmethod
+    def of_ranks(asked: Sequence["Agree"], comm: Communicator) -> list[np.ndarray]:
+        sum_of_ranks(comm, [request.x for request in asked])
+        return [asked[-1].x] * len(asked)
+
+
 class Lengths(NamedTuple):
     """Asks for the bytes of all ranks' payloads, in rank order, and tells those of this one."""
 

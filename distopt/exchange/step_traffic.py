@@ -133,6 +133,8 @@ def step_messages(
         if payload is None:
             return None
         if compressor.traits.summable:
+            if sketched := compressor.sketch_bytes(layout.extent, itemsize, layout):
+                found.append(Message("all_reduce", number, sketched // itemsize, itemsize))
             # it has all elements in fewer bytes each, or fewer elements of the bucket's dtype
             all_elements = layout.extent and payload % layout.extent == 0
             size = payload // layout.extent if all_elements else itemsize

@@ -8,6 +8,7 @@ import numpy as np
 
 from distopt.buckets import BucketSet, plan
 from distopt.compress import BucketContext, ExchangeContext
+from distopt.compress.base import sketched
 from distopt.lab.forecast import Sending
 from distopt.lab.modes import Mode
 
@@ -69,11 +70,12 @@ def measure(mode: Mode, clock: Callable[[], float] = time.perf_counter) -> Compu
     def compress() -> float:
         x[:] = gradient
         begin = clock()
-        compressor.compress(x, bucket.state, context)
+        compressor.compress(x, bucket.state, sketched(compressor, x, bucket.state, context))
         return clock() - begin
 
     compressing = min(compress() for _ in range(TIMES))
     x[:] = gradient
+    context = sketched(compressor, x, bucket.state, context)
     payload = compressor.compress(x, bucket.state, context).copy()
     if not payload.size:  # nothing is compressed: all of it is summed as it is
         return Compute(compressing / x.size)

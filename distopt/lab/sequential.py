@@ -13,7 +13,7 @@ from distopt.comm.message import MessageTag, message_bytes
 from distopt.comm.meter import Meter
 from distopt.compress.shards import Payload, Piece, parts
 from distopt.exchange.all_gather import Gather, SumOfPayloads, sum_payloads
-from distopt.exchange.program import Exchange, Sum
+from distopt.exchange.program import Agree, Exchange, Request, Sum
 from distopt.exchange.step_traffic import asked, message
 from distopt.exchange.two_phase import Sums, ToAll, ToOwners
 from distopt.kernels.breakdown import LazyBreakdown
@@ -86,16 +86,26 @@ class LockStep:
     def __init__(self, scratch: Scratch):
         self._scratch = scratch
         self._first: Exchange | None = None
+        self._agreed: tuple[Agree, RunningSum] | None = None
+        self._waiting: list[Exchange] = []  # for what is agreed on
         self._sums: list[tuple[Sum, RunningSum]] = []
         self._gathered: GatheredInTurn | None = None
         self._owned: OwnedInTurn | None = None
 
     def add(self, exchange: Exchange) -> None:
         """Resume the next rank until it has to wait for others, and add what it sends."""
-        first, sums = self._first is None, iter(self._sums)
-        if first:
-            self._first = exchange
-        found = next(exchange)
+        first, found = self._first is None, next(exchange)
+        self._first = self._first or exchange
+        if isinstance(found, Agree):  # on a sum that has a part of each
+            self._agreed = self._agreed or (found, RunningSum(partial(self._scratch, "sum that ranks agree on")))
+            self._agreed[1].add(found.x, first)
+            self._waiting.append(exchange)
+        else:
+            self._send(exchange, found, first)
+
+    def _send(self, exchange: Exchange, found: Request, first: bool) -> None:
+        """Add what a rank sends that has to wait for nothing any more, from its first request on."""
+        sums = iter(self._sums)
         while isinstance(found, Sum):
             if first:
                 running = RunningSum(partial(self._scratch, f"sum {len(self._sums)} over ranks"))
@@ -116,6 +126,11 @@ class LockStep:
     def finish(self) -> None:
         """Resume the first rank to the end, so that its buckets are overwritten by the sums."""
         assert self._first is not None
+        if self._agreed:
+            asked, running = self._agreed
+            running.write_sum(asked.x)
+            for exchange in self._waiting:
+                self._send(exchange, exchange.send(asked.x), first=exchange is self._first)
         sent = self._owned or self._gathered
         answer = sent.answer() if sent else None
         for wanted, running in self._sums:
@@ -135,6 +150,9 @@ class LockStep:
         if self._gathered:
             self._gathered.write(meter, tag, sums[0] if sums else None, break_even)
             return
+        if self._agreed:
+            with meter.tagged(tag):
+                meter.all_reduce(self._agreed[0].x.size, self._agreed[0].x.itemsize)
         for wanted in sums:
             with meter.tagged(wanted.tag or tag):
                 meter.all_reduce(wanted.x.size, wanted.x.itemsize)

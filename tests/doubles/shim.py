@@ -7,6 +7,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from distopt.kernels.signatures import source_hash
 from simt.build import build, folder
 
 _one_builds = threading.Lock()
@@ -20,7 +21,7 @@ def library(real):
 
 @functools.cache
 def _library(real):
-    kept = folder() / f"device-{real}.so"
+    kept = folder() / f"device-{real}-{source_hash()[:16]}.so"
     if not kept.exists():
         with tempfile.TemporaryDirectory(dir=kept.parent) as draft:
             os.replace(build(Path(draft), real), kept)

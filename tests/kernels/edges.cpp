@@ -17,6 +17,7 @@
 #include "packed.cu"
 #include "reduce.cu"
 #include "rmsprop.cu"
+#include "rows.cu"
 #include "sgd.cu"
 #include "share.cu"
 #include "signum.cu"
@@ -161,6 +162,21 @@ int main() {
         put_share_float(cut, taken.data(), size, every, every - 1, 1234567890123, 1, nullptr);
       }
     for (long long i = 0; i < n; ++i) bad[0] += x[i] != (real)0.5 || y[i] != (real)1.5;
+    {
+      const long long of = 5, rows = (n + of - 1) / of;  // all rows are taken, and put back
+      std::vector<TensorRow> stretches(rows);
+      std::vector<int> all_rows(rows);
+      for (long long r = 0; r < rows; ++r) stretches[r] = {r * of, min(of, n - r * of)}, all_rows[r] = (int)r;
+      std::vector<real> sign(SIGNS * of), sketch(SIGNS * rows), energy(rows), in_rows(rows * of);
+      const long long *const at = (const long long *)stretches.data(), blocks = (rows + TOGETHER - 1) / TOGETHER;
+      draw_signs_float(SIGNS * of, sign.data(), 7);
+      sketch_rows_float(n, x.data(), 2 * rows, at, SIGNS * of, sign.data(), SIGNS * rows, sketch.data(), rows, blocks);
+      row_energies_float(SIGNS * rows, sketch.data(), rows, energy.data());
+      take_rows_float(n, x.data(), 2 * rows, at, rows, all_rows.data(), rows * of, in_rows.data(), of, nullptr);
+      for (real one : x) bad[0] += one != 0;
+      put_rows_float(n, x.data(), 2 * rows, at, rows, all_rows.data(), rows * of, in_rows.data(), of);
+      for (real one : x) bad[0] += one != (real)0.5;
+    }
 
     const long long k = (n + 1) / 2, room = n + CHUNK, whole[] = {0}, size[] = {n}, count[] = {k}, all[] = {0, n};
     std::vector<int> index(k), candidate(room);

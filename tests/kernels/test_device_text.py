@@ -26,7 +26,8 @@ import laws
 import ptx
 from distopt import device as device_memory
 from distopt import kernels, run_ranks
-from distopt.compress import dct, sections, select
+from distopt.compress import ARCTopK, BucketContext, ExchangeContext, dct, sections, select
+from distopt.compress.base import sketched
 from distopt.compress.elias_fano import packing
 from distopt.compress.values import VALUES
 from distopt.kernels.layout import CHUNK, BucketLayout, KernelStruct
@@ -740,6 +741,34 @@ def test_frequencies_are_those_of_the_host(libraries, shape, side, dtype, grid, 
         with on(libraries, *grid):
             kernels.transform_tiles(shifted(x, 1), on_device, tiles, *sides, tiles.size // 5, inverse)
         same([host], [on_device])
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 30, 64, 700]), min_size=1, max_size=4),
+    of=st.sampled_from([1, 7, 64]),
+    density=st.sampled_from([0.01, 0.3, 1.0]),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    seed=SEEDS,
+)
+def test_rows_that_ranks_choose_are_those_of_the_host(libraries, sizes, of, density, dtype, grid, seed):
+    layout = BucketLayout(
+        list("abcd"[: len(sizes)]), [(n,) for n in sizes], [704 * k for k in range(len(sizes))], dtype
+    )
+    x, compressor = np.zeros(layout.extent, dtype), ARCTopK(density, of, seed=seed)
+    for row, size in enumerate(sizes):
+        layout.view(x, row)[...] = np.random.default_rng([seed, row]).standard_normal(size)
+
+    def step():
+        state, out = {}, np.full_like(x, 7)
+        context = sketched(compressor, x, state, ExchangeContext(bucket=BucketContext(layout)))
+        payload = compressor.compress(x, state, context)
+        compressor.decompress(payload, out, context)
+        return context.sketch, payload, state["residual"], out
+
+    host = step()
+    with on(libraries, *grid):
+        same(host, step())
 
 
 @pytest.mark.parametrize("dtype", REALS)

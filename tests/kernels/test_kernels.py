@@ -239,6 +239,7 @@ def test_a_kernel_may_say_how_many_blocks_it_wants():
         "guess_bounds": "parts",
         "fold_partials": "members",
         "select_chunks": "chunks",
+        "sketch_rows": "blocks",
         "transform_tiles": "tiles",
         "pack_sections": "turns",
         "unpack_sections": "turns",

@@ -30,6 +30,7 @@ REGISTERS = {
     **dict.fromkeys(["adam.cu", "adamw.cu", "lamb.cu", "lans.cu", "packed.cu"], (64, 112)),
     "blocks.cu": (64, 96),
     "share.cu": (48, 56),
+    "rows.cu": (64, 112),
     "exact.cu": (56, 80),  # sixteen loads of the largest magnitude are under way
     "sparse.cu": (56, 56),
     "dct.cu": (64, 128),

@@ -21,6 +21,7 @@ import numpy as np
 
 from distopt import device, kernels, optim
 from distopt.compress import ALL, BucketContext, ExchangeContext
+from distopt.compress.base import sketched
 from distopt.formatting import table
 from distopt.kernels.layout import BucketLayout
 from distopt.kernels.signatures import simd_level
@@ -117,7 +118,9 @@ def _step(compressor: Any, gradient: np.ndarray, threshold: float) -> Callable[[
     rng = np.random.default_rng(3)
     residual = device.zeros(gradient.size, np.float32)
     np.copysign(rng.random(gradient.size, np.float32) * np.float32(threshold), gradient, out=residual)
-    return functools.partial(compressor.compress, gradient, {"residual": residual}, _context(gradient.size))
+    given = gradient, {"residual": residual}
+    context = _context(gradient.size)
+    return lambda: compressor.compress(*given, sketched(compressor, *given, context))
 
 
 def _context(n: int) -> ExchangeContext:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from distopt.compress import DCT, Compressor, ExchangeContext, TopK
+from distopt.compress.base import sketched
 from distopt.compress.planes import unpack_entries
 from distopt.compress.state import prefixed
 from distopt.lab.laws.runs import require
@@ -39,6 +40,7 @@ def conservation(
     if compressor.traits.stateful:
         state.update({"residual": np.zeros_like(x) if residual is None else residual, "velocity": np.zeros_like(x)})
         before += state["residual"]
+    context = sketched(compressor, x, state, context)
     payload, out = compressor.compress(x, state, context), np.full_like(x, np.nan if compressor.traits.summable else 0)
     expected = compressor.payload_bytes(x.size, x.itemsize)
     require(expected in (None, payload.nbytes), f"{compressor!r}: {payload.nbytes} bytes, and not {expected}")

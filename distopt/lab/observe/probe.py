@@ -36,11 +36,16 @@ class Probe(CompressorWrapper):
         """The sum of the gradients of the ranks that had their turn, as they came, ``(n,)``."""
         return self._sum.total
 
+    def sketch(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray | None:
+        sketch = self.compressor.sketch(x, state, context)
+        if sketch is not None:  # other ranks have the memory of x until this one compresses
+            self._add_gradient(x, context)
+        return sketch
+
     def compress(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
         layout, share = layout_of(x, context), self._quality.of_rank(context.rank)
-        self._sum.add(x, first=not self._turns)
-        self._turns += 1
-        share.add_gradient(layout, x)
+        if context.sketch is None:
+            self._add_gradient(x, context)
         payload = self.compressor.compress(x, state, context)
         spent = np.may_share_memory(payload, x)
         carried = x.copy() if spent else self._carried(payload, x, context)
@@ -49,6 +54,11 @@ class Probe(CompressorWrapper):
 
     def uncompressed(self, layout: BucketLayout, context: ExchangeContext) -> DeviceMirror | None:
         return self.compressor.uncompressed(layout, context)
+
+    def _add_gradient(self, x: np.ndarray, context: ExchangeContext) -> None:
+        self._sum.add(x, first=not self._turns)
+        self._turns += 1
+        self._quality.of_rank(context.rank).add_gradient(layout_of(x, context), x)
 
     def _carried(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> np.ndarray:
         """Return what a payload stands for, ``(n,)``; members that are summed as they are stand in x."""
