@@ -1,5 +1,6 @@
 """distopt volume and distopt advise: what they print and write, and what they refuse before work starts."""
 
+import csv
 import json
 import os
 import re
@@ -89,6 +90,21 @@ def test_volume_json_has_the_forecast_bytes(small, tmp_path, capsys):
     assert {row["ranks"] for row in found["rows"]} == {1, 4, 64}
     assert found["link"]["bandwidth"] == 1.175e9
     assert found["network"] == "10GbE (9.40 Gbit/s, 30.0 us) for the 4 ranks of a node, NVLink inside"
+
+
+def test_volume_csv_has_the_rows_of_its_json(small, tmp_path):
+    """Logical ranks too, whose processes send more."""
+    table, out = tmp_path / "out.csv", tmp_path / "out.json"
+    arguments = ("--model", small, "--modes", "dense,topk=0.1", "--ranks", "2,4", "--logical", 6, "--no-measure")
+    assert volume(*arguments, "--csv", table, "--json", out) == 0
+    with table.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    expected = json.loads(out.read_text())["rows"]
+    assert [row | {"fallen": str(len(row["fallen"]))} for row in expected] == [
+        {name: cell if name in ("mode", "fallen") else json.loads(cell or "null") for name, cell in row.items()}
+        for row in found
+    ]
+    assert [(row["mode"], row["ranks"]) for row in found] == [(m, n) for n in "24" for m in ("dense", "topk=0.1")]
 
 
 def labels(figure):
@@ -309,7 +325,7 @@ def test_files_that_cannot_be_written(monkeypatch, tmp_path, capsys, small):
 
 def test_nothing_that_is_read_is_overwritten(monkeypatch, tmp_path, capsys, small):
     png = tmp_path / "a.png"
-    for arguments in (("--model", small, "--json", small), ("--json", png, "--plot", png)):
+    for arguments in (("--model", small, "--csv", small), ("--json", png, "--plot", png)):
         assert refused(monkeypatch, *arguments) == 2
         assert re.search("it would be lost|--json and --plot must be different files", capsys.readouterr().err)
     assert json.loads(Path(small).read_text()) == SHAPES

@@ -50,7 +50,7 @@ def add_to(commands: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the tables; return 1 if a result was wrong, 2 for a bad argument."""
     try:
-        plotting.check_outputs(args.json, None, [])
+        plotting.check_outputs({"--json": args.json}, [])
         if args.kernels:
             return bench_kernels.show(args.json)
         ranks = _ranks(args.ranks, 2 if args.fit else 1)

@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         if args.reach is not None and not math.isfinite(args.reach):
             raise ValueError(f"--reach must be finite, got {args.reach}")
-        plotting.check_outputs(args.json, args.plot, args.paths)
+        plotting.check_outputs({"--json": args.json, "--plot": args.plot}, args.paths)
         records = _read(args.paths)
         curve = _curve(args, records)
         aim = None if curve is None or args.reach is None else comparison.aim_at(curve, args.reach, records)

@@ -6,8 +6,9 @@ colours are those of Okabe and Ito, which the colour-blind tell apart.
 
 import contextlib
 import io
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,21 +43,21 @@ MARKERS = "o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*"  # one fewer tha
 DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = "-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)), (0, (1, 4))
 
 
-def check_outputs(json: Path | None, plot: Path | None, inputs: Iterable[str | Path | None]) -> None:
-    """Check that the files of --json and --plot can be written, differ, and are none of those that are read.
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[str | Path | None]) -> None:
+    """Check that files can be written, differ, and are none of those that are read; ``outputs``: by flag.
 
     Raises as ``check_writable`` and ``check_picture``, and ValueError that names the flag.
     """
     read = [Path(path) for path in inputs if path is not None]
-    for flag, output in (("--json", json), ("--plot", plot)):
-        if output and output.exists() and any(path.exists() and path.samefile(output) for path in read):
+    given = {flag: path for flag, path in outputs.items() if path}
+    for flag, output in given.items():
+        if output.exists() and any(path.exists() and path.samefile(output) for path in read):
             raise ValueError(f"{flag} must be another file than those that are read, got {output}; it would be lost")
-    if json and plot and os.path.realpath(json) == os.path.realpath(plot):
-        raise ValueError(f"--json and --plot must be different files, got {json} for both")
-    if json:
-        check_writable(json)
-    if plot:
-        check_picture(plot)
+    for (flag, output), (other, path) in itertools.combinations(given.items(), 2):
+        if os.path.realpath(output) == os.path.realpath(path):
+            raise ValueError(f"{flag} and {other} must be different files, got {output} for both")
+    for flag, output in given.items():
+        (check_picture if flag == "--plot" else check_writable)(output)
 
 
 def check_picture(path: Path) -> None:

@@ -1,6 +1,7 @@
 """``distopt volume``: the bytes that a model sends in a step, by mode and number of ranks, and the time that takes."""
 
 import argparse
+import csv
 import os
 import shutil
 import sys
@@ -50,13 +51,15 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--steps", type=int, metavar="K", help="of the tape, the first ones; default: all")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same numbers")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write those of the table, for any tool that plots")
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the table, and write the files that are asked for; return 2 if an argument or a file is wrong."""
     try:
-        plotting.check_outputs(args.json, args.plot, [args.model, args.fit, args.gradients])
+        outputs = {"--json": args.json, "--csv": args.csv, "--plot": args.plot}
+        plotting.check_outputs(outputs, [args.model, args.fit, args.gradients])
         network, chosen = setting.wire(args), modes(args.modes)
         ranks = setting.ranks(args, network)
         tape = None if args.gradients is None else Tape(args.gradients)
@@ -69,8 +72,14 @@ def main(args: argparse.Namespace) -> int:
         question = question._replace(computes=measured(chosen, setting.computing(args)))
         table_rows = rows(question, chosen, ranks, replay)
         print("\n".join(_shown(table_rows, question, model, replay, not args.no_measure)))
+        found = numbers(table_rows, question, model, replay)
         if args.json:
-            args.json.write_text(strict_json.dumps(numbers(table_rows, question, model, replay)) + "\n")
+            args.json.write_text(strict_json.dumps(found) + "\n")
+        if args.csv:
+            with args.csv.open("w", newline="") as file:
+                writer = csv.DictWriter(file, found["rows"][0])
+                writer.writeheader()
+                writer.writerows(row | {"fallen": len(row["fallen"])} for row in found["rows"])
         if args.plot:
             more = [] if replay else rows(question, chosen, between(ranks, network), None)
             draw(table_rows, more, question, model, args.plot)
