@@ -28,6 +28,7 @@ from distopt.comm.mpi_start import (
     mpi,
     number,
     start_watchdog,
+    tell_of_exit,
 )
 from distopt.resilience import job
 from distopt.resilience.abort import abort_on_exception, announce_exit
@@ -241,7 +242,7 @@ def _join(rank: int) -> None:
     if elastic():
         fail_by_signal()
     abort_on_exception(rank, end_alone if elastic() else abort)
-    announce_exit(rank)
+    announce_exit(rank, tell_of_exit)
     start_watchdog(rank)
     for segment in job.segments():
         job.mark(job.SEGMENT, segment)

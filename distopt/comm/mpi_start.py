@@ -173,11 +173,23 @@ def abort(code: int) -> None:
         _end_stuck_launcher()
     if is_running():
         mpi().COMM_WORLD.Abort(code)
+    _tell_launcher(code)
+    os._exit(code)  # Open MPI's launcher ends the others
+
+
+def _tell_launcher(code: int) -> None:
+    # Has MPICH's launcher end the job, as MPI_Abort does.
     with contextlib.suppress(KeyError, ValueError, OSError):
-        # as MPICH's MPI_Abort
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
         time.sleep(TAG_SECONDS)
-    os._exit(code)  # Open MPI's launcher ends the others
+
+
+def tell_of_exit(code: int) -> None:
+    """Tell MPICH's launcher of a rank that is about to leave without ``MPI_Finalize``, for which the others wait."""
+    # Of one that leaves with 0 it makes a success as often as not, and once it has not ended the others in 30 seconds.
+    # Before MPI has started, and after its end, what PMI_FD names is not this rank's, or not the launcher's.
+    if is_running() and not job.is_rank():
+        _tell_launcher(code or 1)
 
 
 def fail_by_signal() -> None:
@@ -236,7 +248,7 @@ def guard_start() -> None:
     if not (job.is_rank() or (multiprocessing.parent_process() is None and _starter(os.getppid()))):
         return
     abort_on_exception(launch.rank, abort)
-    announce_exit(launch.rank)
+    announce_exit(launch.rank, tell_of_exit)
     if not job.is_rank() and launch.pmi and importlib.util.find_spec("mpi4py"):
         atexit.register(_leave_before_start if "PMI_FD" in os.environ else _linger_before_start, os.getpid())
 

@@ -84,15 +84,16 @@ def _tell(hook: Callable[..., Any], *error: Any) -> None:
 
 
 @functools.cache
-def announce_exit(rank: int) -> None:
-    """From now on, the first ``os._exit`` says which rank leaves."""
-    # That ends the whole job, which MPICH's launcher may call a success.
+def announce_exit(rank: int, tell: Callable[[int], None]) -> None:
+    """From now on, the first ``os._exit`` says which rank leaves, and ``tell`` is called with its code."""
+    # That ends the whole job.
     leave, process = os._exit, os.getpid()
 
     def announced(status: int) -> NoReturn:
         # children end so; and who has said why already
         if os.getpid() == process and not ending.is_set():
             _say(f"rank {rank}: left by os._exit({status}) after {recorder.step or 'the start'}\n")
+            tell(status)
         leave(status)
 
     os._exit = announced
