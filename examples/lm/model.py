@@ -1,5 +1,6 @@
 """A small transformer that predicts the next byte, in five sizes."""
 
+import functools
 import math
 
 import torch
@@ -65,6 +66,7 @@ class Transformer(nn.Module):
         return cross_entropy(self(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
 
 
+@functools.cache
 def parameters(size):
     """How many a model of this size has."""
     return sum(p.numel() for p in Transformer(size, 0).parameters())

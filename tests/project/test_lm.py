@@ -76,3 +76,24 @@ def test_virtual_ranks_train_as_processes_do(mode):
 
 def test_the_tables_of_the_page_are_those_of_the_records():
     assert python(TABLES, 60) == (PAGE / "tables.md").read_text()
+
+
+PREDICTED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np, predict
+from model import parameters
+rng, hits = np.random.default_rng(0), 0
+law = lambda size: 20 * parameters(size) ** -0.18 * np.exp(0.01 * rng.standard_normal(3))
+for _ in range(400):
+    found = predict.predicted({parameters(size): law(size).tolist() for size in ("0.05", "0.1", "0.2", "0.4")})
+    hits += found["low"] <= np.exp(np.log(law("1")).mean()) <= found["high"]
+print(json.dumps([hits / 400, found]))
+"""
+
+
+def test_a_prediction_finds_the_law_and_how_far_it_may_be_off():
+    covered, found = json.loads(python(PREDICTED, 60))
+    assert 0.92 < covered < 0.98
+    assert found["A"] == pytest.approx(20, rel=0.2)
+    assert found["b"] == pytest.approx(-0.18, abs=0.015)
