@@ -8,7 +8,7 @@ from comm_checks import sums_of
 
 import distopt
 from benchmarks.namespaces import joined_hosts, missing
-from distopt.compress import Dense, ErrorFeedback, Half, TopK
+from distopt.compress import ARCTopK, Dense, ErrorFeedback, Half, TopK
 from launch import finish, run_mpi
 
 pytestmark = pytest.mark.mpi
@@ -30,7 +30,7 @@ def train(comm):
     x = rng.standard_normal((32, FEATURES), np.float32)
     y = x @ np.random.default_rng(9).standard_normal((FEATURES, OUTPUTS), np.float32)
     found = {"local_rank": comm.local_rank, "wire": 0, "between": 0}
-    for compressor in (Dense(), Half(), ErrorFeedback(TopK(0.01))):
+    for compressor in (Dense(), Half(), ErrorFeedback(TopK(0.01)), ARCTopK(0.01)):
         world = distopt.comm.Metered(comm)
         w = distopt.Parameter("w", np.zeros((FEATURES, OUTPUTS), np.float32))
         opt = distopt.DistOpt(distopt.optim.SGD(1e-3, momentum=0.9), world)
