@@ -219,10 +219,7 @@ ALL: dict[type[Compressor], Callable[[], Part]] = {
     DeepGradientCompression: _dgc,
     ARCTopK: lambda: Part(
         words={"arc": Word(lambda density, options: ARCTopK(density), (0.01,), sparse=True)},
-        laws={
-            "arc": Try(ARCTopK(0.2, of=8)),
-            "arc with a memory that decays": Try(ARCTopK(0.2, of=8, decay=0.9, seed=7)),
-        },
+        laws={"arc": Try(ARCTopK(0.2, of=8, decay=0.9, seed=7))},
         exact=(ARCTopK(0.2, of=8),),
         timed={"ARC top-K 1 %": Timed(lambda _: ARCTopK(0.01), 0.01, moved=16)},
     ),

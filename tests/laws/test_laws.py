@@ -97,8 +97,11 @@ def test_all_laws_hold_on_every_number_of_ranks(transport, size):
 
 
 @needs_mpi
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [*(pytest.param(n, marks=pytest.mark.full) for n in (2, 3)), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_all_laws_hold_on_mpi(size, tmp_path):
+    """All modes have the bits of threads, where all laws hold with them, in ``test_digests.py``."""
     found = run_mpi(size, laws.all_of_them, tmp_path, timeout=400)
     expected = run_ranks(size, laws.independence)  # law 6: the backend does not change bits either
     assert [r["digests"].tolist() for r in found] == expected
