@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 
 import text
-import torch
 from methods import METHODS, Run
 from report import RECORDS, TRIED
-from trainings import train_here
+from trainings import on_one_core, train_here
 
 from distopt.experiment import Experiment, read
 
@@ -69,7 +68,6 @@ def path(run, folder):
 
 def train(run, folder):
     """Make a training and its record; ranks are virtual."""
-    torch.set_num_threads(1)
     settings = {"size": run.size, "rate": run.rate, "outer": run.outer, "text": text.read().sha256()}
     with Experiment(path(run, folder), run.method, run.seed, ranks=run.ranks, **settings) as experiment:
         try:
@@ -93,7 +91,7 @@ def main():
     given.out.mkdir(parents=True, exist_ok=True)
     if not text.known():
         print("this Python's text is not known: compare losses among your own trainings alone", file=sys.stderr)
-    with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
+    with concurrent.futures.ProcessPoolExecutor(given.jobs, initializer=on_one_core) as pool:
         for part in given.parts:
             runs = [run for run in planned(part, given.out) if not done(run, given.out)]
             for number, (run, loss) in enumerate(pool.map(train, runs, itertools.repeat(given.out)), 1):

@@ -10,10 +10,9 @@ files of it that are held out, in nats a byte.
 
 import argparse
 
-import torch
 from methods import METHODS, Run
 from model import SIZES, parameters
-from trainings import train_here, train_rank
+from trainings import on_one_core, train_here, train_rank
 
 import distopt
 from distopt.comm import Metered
@@ -29,7 +28,7 @@ def main():
     parser.add_argument("--rate", type=float, help="the largest learning rate")
     parser.add_argument("--outer", type=float, help="the outer rate of local steps")
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    on_one_core()
     world, of = distopt.world(), METHODS[given.mode]
     ranks = world.size if world.size > 1 else given.ranks
     rates = given.rate or of.rates[1], given.outer or of.outers[0]

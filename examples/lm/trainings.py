@@ -6,6 +6,7 @@ import text
 import torch
 from methods import BATCH, METHODS
 from model import Transformer
+from threadpoolctl import threadpool_limits
 
 import distopt
 from distopt.comm import Metered
@@ -70,6 +71,12 @@ class Training:
         yield
         for p in self.params:
             p.data[...] = own.get(p.name, p.data)
+
+
+def on_one_core():
+    """Leave the other cores to other trainings: threads cost more than they gain where matrices are this small."""
+    torch.set_num_threads(1)
+    threadpool_limits(1)
 
 
 def train_here(run, tell):

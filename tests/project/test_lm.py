@@ -17,10 +17,10 @@ ON_ONE_CORE = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": ""}  # and a script fin
 TWO_STEPS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import numpy as np, text, torch
+import numpy as np, text
 from methods import METHODS, Run
-from trainings import train_here
-torch.set_num_threads(1)
+from trainings import on_one_core, train_here
+on_one_core()
 whole, parts = text.read(), text.windows(text.read().training)
 places = np.array_equal(parts[:, :-1].reshape(-1), whole.training[: parts[:, :-1].size])
 places &= np.array_equal(parts[1:, 0], parts[:-1, -1])
