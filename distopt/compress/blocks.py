@@ -282,7 +282,8 @@ class BlockShards(ElementShards):
 
     def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes]:
         # of sizes alone: places, which the payloads of a step have anyway, are most of the time of a forecast
-        return [PieceBytes(self._blocks.nbytes(_sizes(piece)), self.code_bytes(piece)) for piece in pieces]
+        sizes = map(_sizes, pieces)
+        return [PieceBytes(self._blocks.nbytes(n), self._blocks.code_bytes(n)) for n in sizes]
 
     def code_bytes(self, piece: Piece) -> int:
         return self._blocks.code_bytes(_sizes(piece))

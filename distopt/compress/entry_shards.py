@@ -81,11 +81,9 @@ class EntryShards(ShardCodec):
         self, layout: BucketLayout, pieces: Sequence[Piece], edges: np.ndarray, summed: bool
     ) -> np.ndarray | None:
         """Return how many entries each piece has, if those of each part are spread evenly; None if nobody knows."""
-        # no further than the first that is unknown: of thousands where many ranks are asked about
-        found = (self.known_entries(piece, summed) for piece in pieces)
-        known = list(itertools.takewhile(lambda entries: entries is not None, found))
-        if len(known) == len(pieces):
-            return np.array(known, np.int64)
+        # pieces have layouts, of which there are thousands where many ranks are asked about
+        if self._selector.known_entries(NOTHING, summed) is not None:
+            return np.array([self.known_entries(piece, summed) for piece in pieces], np.int64)
         parts = self._selector.expected_parts(layout)
         if parts is None:
             return None
