@@ -15,6 +15,7 @@ from benchmarks import gpu
 from benchmarks.measure import report
 from distopt import device, kernels, optim
 from distopt.compress import ALL, BucketContext, DeviceContext, ExchangeContext
+from distopt.compress.base import sketched
 from distopt.kernels.layout import BucketLayout
 
 ELEMENTWISE, SELECT = 0.9, 0.8  # budgets, of the copy
@@ -126,7 +127,8 @@ def summation(n):
 
 
 def compress(compressor, turns, state, context):
-    compressor.compress(next(turns), state, context)
+    x = next(turns)
+    compressor.compress(x, state, sketched(compressor, x, state, context))
 
 
 def main():

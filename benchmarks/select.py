@@ -17,6 +17,7 @@ from benchmarks.models import MODELS
 from distopt import kernels
 from distopt.buckets import plan
 from distopt.compress import ALL, BucketContext, ErrorFeedback, ExchangeContext, Packed, TopK
+from distopt.compress.base import sketched
 from distopt.device import DeviceMirror, zeros
 from distopt.kernels.layout import BucketLayout
 
@@ -84,7 +85,8 @@ class Steps:
         state = {"residual": self.residual(density)}
 
         def step():
-            return compressor.compress(next(self.turns), state, context)
+            x = next(self.turns)
+            return compressor.compress(x, state, sketched(compressor, x, state, context))
 
         for _ in range(6):
             step()

@@ -108,6 +108,7 @@ class ARCTopK(Compressor):
         energy = context.scratch("energies", sketch.nbytes // SIGNS).view(x.dtype)
         kernels.row_energies(sketch, energy)
         memory = BucketContext(
+            _one_tensor(energy.size, energy.dtype),
             scratch=lambda name, nbytes: context.scratch(f"{name} of rows", nbytes),
             constant=lambda name, make: context.constant(f"{name} of rows", make),
         )
@@ -120,6 +121,12 @@ class ARCTopK(Compressor):
     def _table(self, x: np.ndarray, context: ExchangeContext) -> device.DeviceMirror:
         layout = layout_of(x, context)
         return context.constant(f"rows of {self.of}", functools.partial(rows_of, layout, self.of))
+
+
+@functools.lru_cache(256)
+def _one_tensor(n: int, dtype: np.dtype) -> BucketLayout:
+    """Return the layout of an array of so many energies: the same at every step, as is what a GPU has of it."""
+    return BucketLayout(["x"], [(n,)], [0], dtype)
 
 
 def rows_of(layout: BucketLayout, of: int) -> np.ndarray:
