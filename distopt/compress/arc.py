@@ -8,6 +8,7 @@ from distopt import device, kernels
 from distopt.checks import check_float, check_int
 from distopt.compress.base import Compressor
 from distopt.compress.blocks import random_key
+from distopt.compress.chunks import chunk_places
 from distopt.compress.context import BucketContext, ExchangeContext, decayed, layout_of, sizes_of
 from distopt.compress.planes import unpack_entries
 from distopt.compress.state import RESIDUAL, State, state_array
@@ -81,12 +82,12 @@ class ARCTopK(Compressor):
         """Add x to the residual, and return E V, flat: ``(4 rows,)``."""
         residual = decayed(state_array(state, RESIDUAL, x), self.decay, context)
         kernels.accumulate(x, residual, context.skip_flag)
-        rows, blocks = self._count(x.size, context.layout), -(-self._count(x.size, context.layout) // TOGETHER)
+        rows = self._count(x.size, context.layout)
         sign = context.scratch("signs", SIGNS * self.of * x.itemsize).view(x.dtype)
         sketch = context.scratch("sketch", SIGNS * rows * x.itemsize).view(x.dtype)
         if rows:
             kernels.draw_signs(sign, random_key(self.seed, context.step))
-            kernels.sketch_rows(residual, self._table(x, context), sign, sketch, rows, blocks)
+            kernels.sketch_rows(residual, self._table(x, context), sign, sketch, rows, -(-rows // TOGETHER))
         return sketch
 
     def compress(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
@@ -119,22 +120,14 @@ class ARCTopK(Compressor):
         return int((-(-sizes_of(n, layout) // self.of)).sum())
 
     def _table(self, x: np.ndarray, context: ExchangeContext) -> device.DeviceMirror:
+        # struct TensorRow of rows.cu for all rows of a bucket, flat: (2 rows,) of int64
         layout = layout_of(x, context)
-        return context.constant(f"rows of {self.of}", functools.partial(rows_of, layout, self.of))
+        return context.constant(
+            f"rows of {self.of}", lambda: np.stack(chunk_places(layout, self.of), axis=1).reshape(-1)
+        )
 
 
 @functools.lru_cache(256)
 def _one_tensor(n: int, dtype: np.dtype) -> BucketLayout:
     """Return the layout of an array of so many energies: the same at every step, as is what a GPU has of it."""
     return BucketLayout(["x"], [(n,)], [0], dtype)
-
-
-def rows_of(layout: BucketLayout, of: int) -> np.ndarray:
-    """Return ``struct TensorRow`` of rows.cu for all rows of a bucket, flat: ``(2 rows,)`` of int64."""
-    sizes, begins = layout.records["size"].astype(np.int64), layout.records["offset"].astype(np.int64)
-    rows = -(-sizes // of)
-    number = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
-    found = np.empty((number.size, 2), np.int64)
-    found[:, 0] = np.repeat(begins, rows) + number * of
-    found[:, 1] = np.minimum(np.repeat(sizes, rows) - number * of, of)
-    return found.reshape(-1)

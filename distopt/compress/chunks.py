@@ -22,6 +22,14 @@ def chunk_counts(sizes: np.ndarray, k: int, of: int) -> np.ndarray:
     return counts
 
 
+def chunk_places(layout: BucketLayout, of: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where the chunks of so many elements of all members begin, ascending, and their sizes, of int64."""
+    sizes, begins = layout.records["size"].astype(np.int64), layout.records["offset"].astype(np.int64)
+    chunks = -(-sizes // of)
+    first = of * (np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks))
+    return np.repeat(begins, chunks) + first, np.minimum(np.repeat(sizes, chunks) - first, of)
+
+
 @functools.lru_cache(4096)
 def entries_in(layout: BucketLayout, k: int, of: int) -> int:
     """Return how many entries are sent of the members of a layout, which every rank asks of every piece, every step."""
@@ -125,12 +133,9 @@ class Chunks(FixedDensity):
 
     def _table(self, layout: BucketLayout) -> np.ndarray:
         """Return ``struct ChunkOfX`` of the kernels for each chunk, ascending, flat: ``(4 chunks,)`` of int64."""
-        sizes, begins = layout.records["size"].astype(np.int64), layout.records["offset"].astype(np.int64)
-        chunks = -(-sizes // self.of)
-        number = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
-        rows = np.empty((number.size, 4), np.int64)
-        rows[:, 0] = np.repeat(begins, chunks) + number * self.of
-        rows[:, 1] = np.minimum(np.repeat(sizes, chunks) - number * self.of, self.of)
+        begins, sizes = chunk_places(layout, self.of)
+        rows = np.empty((begins.size, 4), np.int64)
+        rows[:, 0], rows[:, 1] = begins, sizes
         rows[:, 2] = -(-rows[:, 1] * self.k // self.of)
         rows[:, 3] = np.cumsum(rows[:, 2]) - rows[:, 2]
         return rows.reshape(-1)

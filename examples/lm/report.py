@@ -25,16 +25,12 @@ class Trained:
     """Trainings that differ in their seed alone: losses by seed, and what rank 0 has sent in one."""
 
     def __init__(self):
-        self.losses, self.sent, self.steps, self.rates = {}, 0, 0, ()
+        self.losses, self.sent, self.steps = {}, 0, 0
 
     def add(self, record):
-        curve, settings = record["curves"]["wire"], record["settings"]
+        curve = record["curves"]["wire"]
         self.losses[record["seed"]] = record["results"]["loss"]
-        self.sent, self.steps, self.rates = (
-            curve["values"][-1],
-            curve["steps"][-1],
-            (settings["rate"], settings["outer"]),
-        )
+        self.sent, self.steps = curve["values"][-1], curve["steps"][-1]
 
     @property
     def mean(self):

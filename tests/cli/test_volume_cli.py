@@ -325,7 +325,8 @@ def test_files_that_cannot_be_written(monkeypatch, tmp_path, capsys, small):
 
 def test_nothing_that_is_read_is_overwritten(monkeypatch, tmp_path, capsys, small):
     png = tmp_path / "a.png"
-    for arguments in (("--model", small, "--csv", small), ("--json", png, "--plot", png)):
+    lost = [("--model", small, flag, small) for flag in ("--json", "--csv")]
+    for arguments in (*lost, ("--json", png, "--plot", png)):
         assert refused(monkeypatch, *arguments) == 2
         assert re.search("it would be lost|--json and --plot must be different files", capsys.readouterr().err)
     assert json.loads(Path(small).read_text()) == SHAPES
